@@ -1,0 +1,65 @@
+"""Attention of every query over one contiguous interval of keys: the one entry for all callers.
+
+Causal text, packed samples, bidirectional chunks, ragged caches and compressed histories differ
+only in the interval of keys a query may see, so a query carries `start` and `end` and nothing
+else. Two sources (recent tokens and history) are merged exactly by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from combkv_jax.attention import reference, xla
+from combkv_jax.errors import RequestError
+
+IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
+
+
+class Attended(NamedTuple):
+    """What attention returns: out [B, T, H, D] in the value's dtype, and the log-sum-exp of the
+    scaled logits, lse [B, T, H] in float32 (-inf, with out 0, where a query sees no key)."""
+
+    out: jax.Array
+    lse: jax.Array
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    implementation: str = "xla",
+) -> Attended:
+    """Grouped-query attention; query t of row b sees keys `start[b, t] <= s < end[b, t]`.
+
+    query: [B, T, H, D]. key, value: [B, K, S, D] with H a multiple of K (query head h reads KV
+        head h // (H / K)), or [1, K, S, D]: one source shared by all rows, read once.
+    start, end: int32, broadcastable to [B, T].
+    The scale is D ** -0.5. Raises RequestError for an unknown implementation.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise RequestError(f"attention implementation {implementation!r} is not one of {known}.")
+    batch, length, heads, dim = query.shape
+    bounds = [jnp.broadcast_to(b, (batch, length)) for b in (start, end)]
+    if key.shape[0] == 1 < batch:  # fold the rows into one, so that the shared source is read once
+        query = query.reshape(1, batch * length, heads, dim)
+        bounds = [b.reshape(1, batch * length) for b in bounds]
+    with jax.named_scope("attention"):
+        out, lse = IMPLEMENTATIONS[implementation](query, key, value, *bounds)
+    return Attended(out.reshape(batch, length, heads, dim), lse.reshape(batch, length, heads))
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    """Attention over the union of two disjoint key sets, exactly (Milakov & Gimelshein 2018)."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    lse = jnp.where(jnp.isneginf(a.lse) & jnp.isneginf(b.lse), -jnp.inf, lse)
+    safe = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    weights = [jnp.exp(x.lse - safe)[..., None] for x in (a, b)]
+    out = a.out.astype(jnp.float32) * weights[0] + b.out.astype(jnp.float32) * weights[1]
+    return Attended(out.astype(a.out.dtype), lse)

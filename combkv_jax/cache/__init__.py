@@ -1,0 +1,62 @@
+"""Cache policies behind one interface. Adding one is a file and a line in POLICIES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from combkv_jax.cache.base import CacheShape, LayerCache, nbytes, write
+from combkv_jax.cache.comb import Cache, Chunks, Comb, History, Packed
+from combkv_jax.cache.full import Full
+from combkv_jax.cache.window import Window
+from combkv_jax.config import LlamaConfig
+from combkv_jax.errors import RequestError
+from combkv_jax.layers import rotary_frequencies
+
+__all__ = [
+    "POLICIES",
+    "Cache",
+    "CacheShape",
+    "Chunks",
+    "Comb",
+    "Full",
+    "History",
+    "LayerCache",
+    "Packed",
+    "Window",
+    "create_cache",
+    "nbytes",
+    "write",
+]
+
+# Policies for recent tokens; with a History in front any of them becomes `comb`.
+POLICIES: dict[str, type[LayerCache]] = {"full": Full, "window": Window}
+
+
+def create_cache(
+    config: LlamaConfig,
+    policy: str,
+    batch: int,
+    capacity: int,
+    dtype,
+    options: Mapping[str, int] | None = None,
+) -> Cache:
+    """An empty cache for `batch` rows of at most `capacity` recent tokens.
+
+    options: the policy's settings (`window`: {"first": S, "window": W}).
+    Raises RequestError for an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise RequestError(f"cache policy {policy!r} is not one of {', '.join(POLICIES)}.")
+    shape = CacheShape(
+        batch,
+        config.num_key_value_heads,
+        config.head_dim,
+        capacity,
+        dtype,
+        rotary_frequencies(config),
+        dict(options or {}),
+    )
+    layers = tuple(POLICIES[policy].create(shape) for _ in range(config.num_hidden_layers))
+    return Cache(layers, jnp.zeros(batch, jnp.int32))

@@ -1,0 +1,115 @@
+"""`comb`: recent tokens by any other policy, and the compressed history in the kept layers.
+
+The history is shared by everyone who asks about it: decode steps donate what they change (the
+recent tokens) and only borrow the rest (`split`, `join`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from combkv_jax.attention import Attended, attention, merge
+from combkv_jax.cache.base import LayerCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """K/V of history tokens, [B, K, N, D] (or [1, K, N, D] for all rows), of which a query sees
+    `start <= n < end`, both int32 and broadcastable to [B, T]."""
+
+    key: jax.Array
+    value: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+    def attend(self, query: jax.Array) -> Attended:
+        """query [B, T, H, D] over the tokens it sees."""
+        return attention(query, self.key, self.value, self.start, self.end)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Comb(LayerCache):
+    """recent: the layer's recent tokens. chunks: the history, in a kept layer; the layer's gate
+    decides what becomes of it. sinks: the first tokens of the history, in the other layers of the
+    `lse` form; ordinary keys in front of the recent ones."""
+
+    recent: LayerCache | None
+    chunks: Chunks | None = None
+    sinks: Chunks | None = None
+
+    def prefill(self, query, key, value, lengths):
+        attended, recent = self.recent.prefill(query, key, value, lengths)
+        return self._with_sinks(query, attended), dataclasses.replace(self, recent=recent)
+
+    def append(self, key, value):
+        return dataclasses.replace(self, recent=self.recent.append(key, value))
+
+    def attend(self, query) -> Attended:
+        return self._with_sinks(query, self.recent.attend(query))
+
+    def _with_sinks(self, query, attended) -> Attended:
+        return attended if self.sinks is None else merge(attended, self.sinks.attend(query))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed(LayerCache):
+    """No memory at all: the tokens of one packed batch, each seeing `start <= t < end` of it."""
+
+    start: jax.Array  # int32 [B, T]
+    end: jax.Array
+
+    def prefill(self, query, key, value, lengths):
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        return attention(query, key, value, self.start, self.end), self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class History:
+    """A compressed history: what a `comb` cache borrows, ready for any number of questions.
+
+    layers: for each decoder layer its `Chunks` (kept layer), its sinks (`Chunks`, the other
+        layers of the `lse` form) or None.
+    kept: for each decoder layer whether it is a kept one (static).
+    count: int32 [B], tokens in each row's history.
+    """
+
+    layers: tuple[Chunks | None, ...]
+    count: jax.Array
+    kept: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    def entry(self, layer: int, recent: LayerCache) -> Comb:
+        """The cache entry of a layer with this history in front of `recent`."""
+        chunks = self.layers[layer]
+        return Comb(recent, chunks) if self.kept[layer] else Comb(recent, None, chunks)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """A whole model's cache: one entry a layer, and the position of each row's next token."""
+
+    layers: tuple[LayerCache, ...]
+    position: jax.Array  # int32 [B]
+
+    def split(self) -> tuple[Cache, tuple[Comb | None, ...]]:
+        """(what a step changes and may donate, what it only reads)."""
+        changed = tuple(e.recent if isinstance(e, Comb) else e for e in self.layers)
+        borrowed = tuple(
+            dataclasses.replace(e, recent=None) if isinstance(e, Comb) else None
+            for e in self.layers
+        )
+        return dataclasses.replace(self, layers=changed), borrowed
+
+    def join(self, borrowed: tuple[Comb | None, ...]) -> Cache:
+        """The inverse of `split`."""
+        layers = tuple(
+            e if b is None else dataclasses.replace(b, recent=e)
+            for e, b in zip(self.layers, borrowed, strict=True)
+        )
+        return dataclasses.replace(self, layers=layers)

@@ -1,0 +1,289 @@
+"""Frozen descriptions of a model: the Llama decoder, and how its history is compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from combkv_jax.errors import RequestError
+
+FORMAT_VERSION = 1  # of native folders; raised when an older reader would misread a newer folder
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """The `llama3` frequency scaling (transformers: `rope_type="llama3"`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """A Llama decoder; field names and meanings are those of transformers' LlamaConfig.
+
+    No field that changes the numbers has a default: a checkpoint that does not say is refused,
+    or read with the default transformers documents for it (`from_hf`).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float") and not value > 0:
+                raise RequestError(f"{field.name} is {value}; it must be positive.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise RequestError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+        if self.head_dim % 2:
+            raise RequestError(f"head_dim is {self.head_dim}; rotary embedding needs an even one.")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
+        """Reads the mapping in a transformers `config.json` (both the rope_theta/rope_scaling and
+        the newer rope_parameters form). Raises RequestError when the model is not a Llama."""
+        kind = config.get("model_type", "nothing")
+        if kind != "llama":
+            raise RequestError(f"model_type is {kind!r}; only 'llama' decoders can be read.")
+        for key, accepted in _LLAMA_ONLY.items():
+            if config.get(key, accepted) != accepted:
+                raise RequestError(f"{key} is {config[key]!r}; only {accepted!r} can be read.")
+        missing = [k for k in _REQUIRED if k not in config]
+        if missing:
+            raise RequestError(f"config.json lacks {', '.join(missing)}.")
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise RequestError(f"rope_type is {kind!r}; 'default' and 'llama3' can be read.")
+        theta = rope.get("rope_theta", config.get("rope_theta"))
+        if theta is None:
+            raise RequestError("config.json lacks rope_theta.")
+        scaling = None
+        if kind == "llama3":
+            names = [f.name for f in dataclasses.fields(RopeScaling)]
+            lacking = [n for n in names if n not in rope]
+            if lacking:
+                raise RequestError(f"the llama3 rope scaling lacks {', '.join(lacking)}.")
+            scaling = RopeScaling(**{n: rope[n] for n in names})
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return cls(
+            **{k: config[k] for k in _REQUIRED},
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            rope_theta=float(theta),
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The mapping transformers' `LlamaConfig` reads, and `from_hf` too."""
+        out = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        out |= {k: v for k, v in dataclasses.asdict(self).items() if k != "rope_scaling"}
+        out |= dict(_LLAMA_ONLY)
+        scaling = self.rope_scaling and dataclasses.asdict(self.rope_scaling)
+        return out | {"rope_scaling": scaling and {"rope_type": "llama3", **scaling}}
+
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+_LLAMA_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+# What can follow what: the original CombLlama, and our own form.
+FORMS = {"layers": "tanh", "decoder": "lse"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CombConfig:
+    """A Llama decoder whose history is compressed into K/V of a few layers.
+
+    encoder, gate: `"decoder", "lse"` is our own form (the frozen decoder encodes the chunks, one
+        softmax over history and recent tokens); `"layers", "tanh"` is the original CombLlama (its
+        own bidirectional layers, tanh-gated cross-attention before the named decoder layers).
+    cross_layers: decoder layers that see the history, ascending. Empty: a plain Llama.
+    chunk_size: most tokens in a history chunk.
+    sink_tokens: first tokens of the history that the other layers keep (`lse` form only).
+    """
+
+    text: LlamaConfig
+    encoder: str
+    gate: str
+    cross_layers: tuple[int, ...]
+    chunk_size: int
+    sink_tokens: int = 4
+
+    def __post_init__(self):
+        if FORMS.get(self.encoder) != self.gate:
+            known = " or ".join(f"encoder {e!r} with gate {g!r}" for e, g in FORMS.items())
+            raise RequestError(
+                f"encoder {self.encoder!r} with gate {self.gate!r} is not a known form; use {known}."
+            )
+        layers = self.cross_layers
+        if list(layers) != sorted(set(layers)) or any(
+            not 0 <= i < self.text.num_hidden_layers for i in layers
+        ):
+            raise RequestError(
+                f"cross layers {list(layers)} must be ascending, without repeats, and within "
+                f"0..{self.text.num_hidden_layers - 1}."
+            )
+        if self.chunk_size < 1 or self.sink_tokens < 0:
+            raise RequestError(
+                f"chunk_size {self.chunk_size} must be positive and sink_tokens "
+                f"{self.sink_tokens} not negative."
+            )
+
+    @property
+    def is_original(self) -> bool:
+        """Whether this is the original CombLlama form."""
+        return self.gate == "tanh"
+
+    def to_json(self) -> dict[str, Any]:
+        """The native `config.json`."""
+        return {
+            "model_type": "combkv",
+            "format_version": FORMAT_VERSION,
+            "encoder": self.encoder,
+            "gate": self.gate,
+            "cross_attention_layers": list(self.cross_layers),
+            "chunk_size": self.chunk_size,
+            "sink_tokens": self.sink_tokens,
+            "text_config": self.text.to_hf(),
+        }
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> CombConfig:
+        """Reads a native, CombLlama or plain Llama `config.json` mapping. A plain Llama becomes a
+        model without cross layers (`with_history` gives it some)."""
+        kind = config.get("model_type")
+        if kind == "combkv":
+            version = config.get("format_version")
+            if version != FORMAT_VERSION:
+                raise RequestError(
+                    f"format_version is {version!r}; this release reads {FORMAT_VERSION}."
+                )
+            try:
+                return cls(
+                    text=LlamaConfig.from_hf(config["text_config"]),
+                    encoder=config["encoder"],
+                    gate=config["gate"],
+                    cross_layers=tuple(config["cross_attention_layers"]),
+                    chunk_size=config["chunk_size"],
+                    sink_tokens=config["sink_tokens"],
+                )
+            except KeyError as error:
+                raise RequestError(f"config.json lacks {error.args[0]}.") from None
+        if kind == "combllama":
+            if "text_config" not in config or "cross_attention_layers" not in config:
+                raise RequestError("config.json lacks text_config or cross_attention_layers.")
+            return cls(
+                text=LlamaConfig.from_hf(config["text_config"]),
+                encoder="layers",
+                gate="tanh",
+                cross_layers=tuple(config["cross_attention_layers"]),
+                chunk_size=1024,
+            )
+        return plain(LlamaConfig.from_hf(config))
+
+    def to_combllama(self) -> dict[str, Any]:
+        """The `config.json` of the original CombLlama."""
+        return {
+            "model_type": "combllama",
+            "architectures": ["CombLlamaForConditionalGeneration"],
+            "text_config": self.text.to_hf(),
+            "cross_attention_layers": list(self.cross_layers),
+            "num_hidden_layers": self.text.num_hidden_layers + len(self.cross_layers),
+        }
+
+
+def plain(text: LlamaConfig) -> CombConfig:
+    """A Llama without compressed history."""
+    return CombConfig(text, encoder="decoder", gate="lse", cross_layers=(), chunk_size=1024)
+
+
+def every_fourth(num_layers: int) -> tuple[int, ...]:
+    """The original's choice: before layers 3, 7, 11, ..."""
+    return tuple(range(3, num_layers, 4))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The mapping in `folder/config.json`, or a RequestError that says what is wrong with it."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise RequestError(f"{folder} has no config.json.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise RequestError(f"{path} holds a {type(config).__name__}; a JSON object is expected.")
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A published model: where it comes from and what was measured for it.
+
+    cross_layers: the measured list, or None while nobody has measured it.
+    """
+
+    hub_id: str
+    chunk_size: int = 1024
+    cross_layers: tuple[int, ...] | None = None
+
+
+PRESETS = {
+    "llama-3.1-8b": Preset("meta-llama/Llama-3.1-8B"),
+    "llama-3.1-8b-instruct": Preset("meta-llama/Llama-3.1-8B-Instruct"),
+    "llama-3.2-1b": Preset("meta-llama/Llama-3.2-1B"),
+    "llama-3.2-1b-instruct": Preset("meta-llama/Llama-3.2-1B-Instruct"),
+    "llama-3.2-3b": Preset("meta-llama/Llama-3.2-3B"),
+    "llama-3.2-3b-instruct": Preset("meta-llama/Llama-3.2-3B-Instruct"),
+    "combllama-11b": Preset("PIC-COMB/CombLlama-11B-Instruct"),
+    # Chosen by `python evaluate.py --select-layers` (docs/layers.md).
+    "smollm2-135m": Preset(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        chunk_size=384,
+        cross_layers=(0, 7, 8, 14, 17, 18, 23),
+    ),
+}
+
+# The shapes of Llama-3.1-8B, for compile checks and synthetic checkpoints without the hub.
+LLAMA_3_1_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)

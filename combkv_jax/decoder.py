@@ -1,0 +1,223 @@
+"""The Llama decoder, and the two ways a layer looks at the compressed history."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from combkv_jax.attention import Attended
+from combkv_jax.cache import Cache, Comb, LayerCache
+from combkv_jax.config import CombConfig, LlamaConfig
+from combkv_jax.layers import (
+    MLP,
+    Linear,
+    RMSNorm,
+    declare,
+    project_heads,
+    rotary_angles,
+    rotate,
+)
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+def query_projection(config: LlamaConfig) -> Linear:
+    """D -> H * head_dim."""
+    return Linear(config.hidden_size, config.num_attention_heads * config.head_dim, ("heads", None))
+
+
+def key_value_projection(config: LlamaConfig) -> Linear:
+    """D -> K * head_dim."""
+    return Linear(
+        config.hidden_size, config.num_key_value_heads * config.head_dim, ("kv_heads", None)
+    )
+
+
+def output_projection(config: LlamaConfig) -> Linear:
+    """H * head_dim -> D."""
+    return Linear(config.num_attention_heads * config.head_dim, config.hidden_size, (None, "heads"))
+
+
+def keys_values(
+    projections: SelfAttention | HistoryAttention, h: jax.Array, angles: Angles, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """K (after rotary) and V, [B, T, K, head_dim], of a layer's normed input h [B, T, D]."""
+    key = rotate(project_heads(projections.k_proj, h, head_dim), angles)
+    return key, project_heads(projections.v_proj, h, head_dim)
+
+
+def flatten_heads(x: jax.Array) -> jax.Array:
+    """[B, T, H, D] -> [B, T, H * D]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+class SelfAttention(nnx.Module):
+    """The four projections of Llama's attention."""
+
+    def __init__(self, config: LlamaConfig):
+        self.q_proj = query_projection(config)
+        self.k_proj = key_value_projection(config)
+        self.v_proj = key_value_projection(config)
+        self.o_proj = output_projection(config)
+
+
+class DecoderLayer(nnx.Module):
+    """A pre-norm Llama block (Touvron et al. 2023) over any cache."""
+
+    def __init__(self, config: LlamaConfig):
+        self.head_dim = config.head_dim
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: Angles,
+        entry: LayerCache,
+        lengths: jax.Array | None,
+        history: HistoryAttention | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """x [B, T, D] -> [B, T, D] and the new entry. lengths [B]: how many of the T tokens are
+        real; None for one decoded token a row. history: the layer's own view of `entry.chunks`."""
+        attn, dim = self.self_attn, self.head_dim
+        h = self.input_layernorm(x)
+        query = rotate(project_heads(attn.q_proj, h, dim), angles)
+        key, value = keys_values(attn, h, angles, dim)
+        if lengths is None:
+            entry = entry.append(key, value)
+            local = entry.attend(query)
+        else:
+            local, entry = entry.prefill(query, key, value, lengths)
+        if history is None:
+            x = x + attn.o_proj(flatten_heads(local.out))
+        else:
+            x = x + history(h, angles, local, attn.o_proj, entry)
+        return x + self.mlp(self.post_attention_layernorm(x)), entry
+
+
+class HistoryAttention(nnx.Module):
+    """Our form: one softmax over history and recent tokens, with its own projections.
+
+    With copied projections and b = a = s = u = 0 it is ordinary attention over both; with
+    b = -inf it is the frozen layer, bit for bit.
+    """
+
+    def __init__(self, config: CombConfig):
+        text = config.text
+        self.head_dim, self.chunk_size = text.head_dim, config.chunk_size
+        self.q_proj = query_projection(text)
+        self.k_proj = key_value_projection(text)
+        self.v_proj = key_value_projection(text)
+        self.o_proj = output_projection(text)
+        heads = (text.num_attention_heads,)
+        self.bias = declare(heads, (None,), "zeros", "float32")  # b_h
+        self.bias_slope = declare(heads, (None,), "zeros", "float32")  # a_h
+        self.scale = declare(heads, (None,), "zeros", "float32")  # s_h
+        self.scale_slope = declare(heads, (None,), "zeros", "float32")  # u_h
+
+    def __call__(
+        self, h: jax.Array, angles: Angles, local: Attended, o_proj: Linear, entry: Comb
+    ) -> jax.Array:
+        """The layer's attention output [B, T, D] from its normed input h and what its own
+        attention over recent tokens gave."""
+        chunks = entry.chunks
+        count = jnp.maximum(chunks.end - chunks.start, 1)[..., None]  # [B, T, 1]
+        size = jnp.log(count.astype(jnp.float32) / self.chunk_size)
+        query = rotate(project_heads(self.q_proj, h, self.head_dim), angles)
+        sharpness = jnp.exp(self.scale[...] + self.scale_slope[...] * size)  # [B, T, H]
+        query = (query * sharpness[..., None]).astype(query.dtype)
+        past = chunks.attend(query)
+        prior = self.bias[...] + self.bias_slope[...] * size
+        weight = jax.nn.sigmoid(past.lse - local.lse + prior)[..., None]
+        recent = (local.out * (1 - weight)).astype(local.out.dtype)
+        past = (past.out * weight).astype(past.out.dtype)
+        return o_proj(flatten_heads(recent)) + self.o_proj(flatten_heads(past))
+
+
+class CrossAttention(nnx.Module):
+    """The original's projections and per-head norms."""
+
+    def __init__(self, config: LlamaConfig):
+        self.q_proj = query_projection(config)
+        self.o_proj = output_projection(config)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+
+class CrossLayer(nnx.Module):
+    """The original form: a tanh-gated cross-attention block before a decoder layer."""
+
+    def __init__(self, config: CombConfig):
+        text = config.text
+        self.head_dim = text.head_dim
+        self.input_layernorm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.cross_attn = CrossAttention(text)
+        self.cross_attn_attn_gate = declare((1,), (None,), "zeros")
+        self.post_attention_layernorm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.mlp = MLP(text)
+        self.cross_attn_mlp_gate = declare((1,), (None,), "zeros")
+
+    def __call__(self, x: jax.Array, entry: Comb) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        attn = self.cross_attn
+        query = project_heads(attn.q_proj, self.input_layernorm(x), self.head_dim)
+        out = attn.o_proj(flatten_heads(entry.chunks.attend(attn.q_norm(query)).out))
+        x = x + jnp.tanh(self.cross_attn_attn_gate[...]) * out
+        out = self.mlp(self.post_attention_layernorm(x))
+        # A row without history passes unchanged, as if the block were not there.
+        gate = jnp.where(entry.chunks.end > entry.chunks.start, 1, 0).astype(x.dtype)[..., None]
+        return x + gate * jnp.tanh(self.cross_attn_mlp_gate[...]) * out
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers (unrolled, one array each), final norm and head."""
+
+    def __init__(self, config: LlamaConfig):
+        self.config = config
+        vocab = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = Linear(*reversed(vocab), ("vocab", None))
+        self.layers = nnx.List([DecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(*reversed(vocab), ("vocab", None))
+
+    def embed(self, ids: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
+        return self.embed_tokens.weight[...][ids]
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Final norm and head: [..., D] -> float32 [..., V]."""
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        x = self.norm(x)
+        return jax.lax.dot_general(
+            x,
+            head.weight[...],
+            (((x.ndim - 1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        positions: jax.Array,
+        cache: Cache,
+        lengths: jax.Array | None,
+        blocks: dict[int, HistoryAttention | CrossLayer],
+    ) -> tuple[jax.Array, Cache]:
+        """ids, positions [B, T] -> hidden states before the final norm [B, T, D], and the cache.
+
+        blocks: decoder layer -> its view of the history, for layers whose entry has chunks.
+        """
+        x = self.embed(ids)
+        angles = rotary_angles(self.config, positions)
+        entries = []
+        for i, (layer, entry) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            block = blocks.get(i)
+            with jax.named_scope(f"layer_{i}"):
+                if isinstance(block, CrossLayer):
+                    x, block = block(x, entry), None
+                x, entry = layer(x, angles, entry, lengths, block)
+            entries.append(entry)
+        taken = 1 if lengths is None else lengths
+        return x, Cache(tuple(entries), cache.position + taken)

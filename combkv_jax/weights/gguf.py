@@ -1,0 +1,221 @@
+"""GGUF files (llama.cpp): any quantisation the `gguf` package can expand.
+
+Tensor data is read row block by row block, never mapped: a mapping's touched pages count as
+resident memory, and a fp32 copy of an 8B model's embedding alone would be 2 GB.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+
+from combkv_jax.config import LlamaConfig, RopeScaling, plain
+from combkv_jax.errors import RequestError
+from combkv_jax.weights import gguf_tokenizer
+from combkv_jax.weights.source import Source, Tensor, plain_errors, read_blocks
+
+MAX_HEADER_ITEMS = 8_000_000  # pieces of a header; Llama 3's has about a million
+
+_TOP = {
+    "token_embd.weight": "decoder.embed_tokens.weight",
+    "output_norm.weight": "decoder.norm.weight",
+    "output.weight": "decoder.lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE = "rope_freqs.weight"
+
+
+class _Bytes:
+    """The file as the reader sees it: plain slices (a memmap's are ten times slower), and an
+    error, not an empty slice, when a truncated or hostile header points behind the end."""
+
+    def __init__(self, data: np.ndarray):
+        self.data, self.items = data.view(np.ndarray), 0
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        self.items += 1
+        if part.stop > len(self.data) or part.stop < part.start:
+            raise ValueError(f"it ends at byte {len(self.data)}, and {part.stop} were announced")
+        if self.items > MAX_HEADER_ITEMS:
+            raise ValueError(f"its header has more than {MAX_HEADER_ITEMS} items")
+        return self.data[part]
+
+
+class _Reader(GGUFReader):
+    @property
+    def data(self):
+        return self._bytes
+
+    @data.setter
+    def data(self, value):
+        self._bytes = _Bytes(value)
+
+
+def open_gguf(path: Path) -> Source:
+    """Opens a GGUF file of a Llama. Raises RequestError when it is another model or damaged."""
+    with plain_errors(path, "GGUF file"):
+        reader = _Reader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        infos = {
+            t.name: (t.tensor_type, tuple(int(n) for n in reversed(t.shape)), t.data_offset)
+            for t in reader.tensors
+        }
+    del reader  # and with it the mapping of the file
+    config = _config(path, fields, infos)
+    tensors, unknown = {}, []
+    for name, (kind, shape, offset) in infos.items():
+        if name == _ROPE:
+            continue
+        ours = _our_name(name)
+        if ours is None:
+            unknown.append(name)
+            continue
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        count = heads.get(name.split(".")[-2])
+        tensors[ours] = Tensor(name, shape, kind.name, _read(path, kind, shape, offset, count))
+
+    def tokenizer():
+        return gguf_tokenizer.build(path, fields)
+
+    return Source(
+        kind="GGUF file",
+        path=path,
+        config=plain(config),
+        tensors=tensors,
+        unknown=tuple(unknown),
+        tokenizer=tokenizer,
+        write_tokenizer=lambda folder: gguf_tokenizer.write(tokenizer(), fields, folder),
+    )
+
+
+def _our_name(name: str) -> str | None:
+    if name in _TOP:
+        return _TOP[name]
+    match name.split("."):
+        case ["blk", number, part, "weight"] if number.isdecimal() and part in _LAYER:
+            return f"decoder.layers.{int(number)}.{_LAYER[part]}.weight"
+    return None
+
+
+def _read(path: Path, kind: GGMLQuantizationType, shape: tuple[int, ...], offset: int, heads):
+    """Reads, expands, and puts rotary rows of q and k (`heads` not None) back as halves."""
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    row_bytes = shape[-1] // per_block * block_bytes
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        with path.open("rb", buffering=0) as file:
+
+            def block(start: int, stop: int) -> np.ndarray:
+                file.seek(offset + start * row_bytes)
+                raw = np.fromfile(file, np.uint8, (stop - start) * row_bytes)
+                try:
+                    return dequantize(raw.reshape(stop - start, row_bytes), kind)
+                except NotImplementedError:
+                    raise RequestError(
+                        f"{path} stores weights as {kind.name}, which the gguf package cannot "
+                        "expand; use another quantisation of this model."
+                    ) from None
+
+            rows = shape if len(shape) == 2 else (1, *shape)
+            out = read_blocks(block, rows, 4 * rows[-1], dtype).reshape(shape)
+        if heads:  # stored as pairs (0, 1), (2, 3), ... of each head
+            out = out.reshape(heads, -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
+        return out
+
+    return read
+
+
+def _config(path: Path, fields: dict[str, Any], infos: dict[str, tuple]) -> LlamaConfig:
+    architecture = fields.get("general.architecture")
+    if architecture != "llama":
+        raise RequestError(f"{path} holds a {architecture!r} model; only 'llama' can be read.")
+    if fields.get("llama.expert_count"):
+        raise RequestError(f"{path} is a mixture of experts, which cannot be read.")
+
+    def get(key: str, *fallback):
+        value = fields.get(f"llama.{key}", *fallback)
+        if value is None and not fallback:
+            raise RequestError(f"{path} lacks the entry llama.{key}.")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise RequestError(f"llama.{key} in {path} differs by layer; it must not.")
+            value = value[0]
+        # float32 1e-5 is 9.99999974e-06 as a Python float: take the shortest reading
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    scaling = fields.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise RequestError(f"{path} uses {scaling!r} rope scaling; none and llama3 can be read.")
+    if "token_embd.weight" not in infos:
+        raise RequestError(f"{path} has no tensor token_embd.weight.")
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length", None) or hidden // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key, head_dim) != head_dim:
+            raise RequestError(f"llama.{key} in {path} is {get(key)}; only {head_dim} can be read.")
+    theta = get("rope.freq_base", 10000.0)  # llama.cpp's default
+    rope = None
+    if _ROPE in infos:
+        kind, shape, offset = infos[_ROPE]
+        with plain_errors(path, "GGUF file"):
+            factors = _read(path, kind, shape, offset, None)(np.dtype(np.float64))
+        rope = rope_scaling(factors, theta, head_dim)
+        if rope is None:
+            raise RequestError(f"{_ROPE} in {path} is not a llama3 rope scaling; no other is read.")
+    return LlamaConfig(
+        vocab_size=infos["token_embd.weight"][1][0],
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_hidden_layers=get("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        rope_theta=theta,
+        rope_scaling=rope,
+        max_position_embeddings=get("context_length"),
+        tie_word_embeddings="output.weight" not in infos,
+    )
+
+
+def rope_scaling(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
+    """The llama3 scaling behind the divisors [head_dim / 2] a GGUF keeps of it, or None.
+
+    Between its two wavelengths 1/divisor runs from 1/factor to 1 linearly in the frequency; two
+    of such points give the line, and low_freq_factor 1 its (arbitrary) unit.
+    """
+    if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors) & (factors >= 1)):
+        return None
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    factor = float(factors.max())
+    if factor == 1:
+        return None
+    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
+    between = (smooth > 1e-4) & (smooth < 1 - 1e-4)
+    if between.sum() < 2:
+        return None
+    slope, offset = np.polyfit(frequency[between], smooth[between], 1)
+    if not offset < 0 < slope:
+        return None
+    high, original = 1 - 1 / offset, -2 * math.pi * slope / offset
+    result = RopeScaling(float(np.round(factor, 4)), 1.0, float(np.round(high, 2)), round(original))
+    expected = np.clip(
+        (result.original_max_position_embeddings * frequency / (2 * math.pi) - 1)
+        / (result.high_freq_factor - 1), 0, 1
+    )  # fmt: skip
+    expected = expected + (1 - expected) / result.factor
+    return result if np.allclose(1 / factors, expected, rtol=1e-3) else None
