@@ -155,7 +155,7 @@ def pack(
         "cu_seqlens_chunk": borders(cu_chunk, num_chunks),
         "position_ids": row(_restarting(cu_q), num_tokens),
         "position_ids_k": row(_restarting(cu_chunk), num_chunk_tokens),
-        "shift_labels": row(np.concatenate(labels), num_tokens, IGNORED),
+        "shift_labels": row(np.concatenate(labels, dtype=np.int32), num_tokens, IGNORED),
     }
 
 

@@ -141,7 +141,7 @@ class CombConfig:
         if FORMS.get(self.encoder) != self.gate:
             known = " or ".join(f"encoder {e!r} with gate {g!r}" for e, g in FORMS.items())
             raise RequestError(
-                f"encoder {self.encoder!r} with gate {self.gate!r} is not a known form; use {known}."
+                f"encoder {self.encoder!r} with gate {self.gate!r} is no known form; use {known}."
             )
         layers = self.cross_layers
         if list(layers) != sorted(set(layers)) or any(
@@ -244,35 +244,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """A published model: where it comes from and what was measured for it.
-
-    cross_layers: the measured list, or None while nobody has measured it.
-    """
-
-    hub_id: str
-    chunk_size: int = 1024
-    cross_layers: tuple[int, ...] | None = None
-
-
-PRESETS = {
-    "llama-3.1-8b": Preset("meta-llama/Llama-3.1-8B"),
-    "llama-3.1-8b-instruct": Preset("meta-llama/Llama-3.1-8B-Instruct"),
-    "llama-3.2-1b": Preset("meta-llama/Llama-3.2-1B"),
-    "llama-3.2-1b-instruct": Preset("meta-llama/Llama-3.2-1B-Instruct"),
-    "llama-3.2-3b": Preset("meta-llama/Llama-3.2-3B"),
-    "llama-3.2-3b-instruct": Preset("meta-llama/Llama-3.2-3B-Instruct"),
-    "combllama-11b": Preset("PIC-COMB/CombLlama-11B-Instruct"),
-    # Chosen by `python evaluate.py --select-layers` (docs/layers.md).
-    "smollm2-135m": Preset(
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        chunk_size=384,
-        cross_layers=(0, 7, 8, 14, 17, 18, 23),
-    ),
-}
-
-# The shapes of Llama-3.1-8B, for compile checks and synthetic checkpoints without the hub.
+# The shapes of Llama-3.1-8B, so that it can be planned for without the hub.
 LLAMA_3_1_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -287,3 +259,34 @@ LLAMA_3_1_8B = LlamaConfig(
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A published model: where it comes from and what was measured for it.
+
+    cross_layers: the measured list, or None while nobody has measured it.
+    text: the decoder's shapes, where planning should work without the hub.
+    """
+
+    hub_id: str
+    chunk_size: int = 1024
+    cross_layers: tuple[int, ...] | None = None
+    text: LlamaConfig | None = None
+
+
+PRESETS = {
+    "llama-3.1-8b": Preset("meta-llama/Llama-3.1-8B", text=LLAMA_3_1_8B),
+    "llama-3.1-8b-instruct": Preset("meta-llama/Llama-3.1-8B-Instruct", text=LLAMA_3_1_8B),
+    "llama-3.2-1b": Preset("meta-llama/Llama-3.2-1B"),
+    "llama-3.2-1b-instruct": Preset("meta-llama/Llama-3.2-1B-Instruct"),
+    "llama-3.2-3b": Preset("meta-llama/Llama-3.2-3B"),
+    "llama-3.2-3b-instruct": Preset("meta-llama/Llama-3.2-3B-Instruct"),
+    "combllama-11b": Preset("PIC-COMB/CombLlama-11B-Instruct"),
+    # Chosen by `python evaluate.py --select-layers` (docs/layers.md).
+    "smollm2-135m": Preset(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        chunk_size=384,
+        cross_layers=(0, 7, 8, 14, 17, 18, 23),
+    ),
+}

@@ -276,3 +276,14 @@ def starts_as(config: CombConfig) -> dict[str, str]:
             if source in decoder:
                 copies[name] = source
     return copies
+
+
+def is_untrained(model: CombLlama) -> bool:
+    """Whether every gate of the history still stands where conversion put it."""
+    gates = ("bias", "bias_slope", "scale", "scale_slope")
+    gates += ("cross_attn_attn_gate", "cross_attn_mlp_gate")
+    return not any(
+        bool(jnp.any(array != 0))
+        for name, array in parameters(model).items()
+        if name.startswith("history.") and name.rsplit(".", 1)[-1] in gates
+    )

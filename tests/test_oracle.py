@@ -96,7 +96,7 @@ def test_untrained_comb_form_is_attention_under_a_mask(chunks, sink_tokens):
 
 
 def test_untrained_comb_form_with_every_layer_and_one_chunk_is_the_plain_llama():
-    config = tiny.comb_config("lse", cross_layers=range(4))
+    config = tiny.comb_config("lse", cross_layers=range(3))
     rng = np.random.default_rng(0)
     llama = tiny.random_llama(rng, config.text)
     batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [13])])
@@ -107,11 +107,11 @@ def test_untrained_comb_form_with_every_layer_and_one_chunk_is_the_plain_llama()
 
 
 def test_closed_comb_gate_is_the_plain_llama_behind_the_chunk():
-    config = tiny.comb_config("lse", cross_layers=range(4))
+    config = tiny.comb_config("lse", cross_layers=range(3))
     rng = np.random.default_rng(1)
     llama = tiny.random_llama(rng, config.text)
     parameters = tiny.untrained(config, llama)
-    for i in range(4):
+    for i in range(3):
         parameters[f"history.{i}.bias"][:] = -np.inf
     batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [13, 2])])
     logits = oracle.forward(config, parameters, batch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from combkv_jax import model
 from combkv_jax.config import CombConfig, LlamaConfig, RopeScaling
 
 # Wavelengths of a tiny head lie below, between and above its two borders.
@@ -11,12 +14,12 @@ SCALING = RopeScaling(8.0, 1.0, 4.0, 64)
 
 
 def llama_config(**changes) -> LlamaConfig:
-    """A Llama of 4 layers whose head_dim is not hidden_size / heads."""
+    """A Llama of 3 layers whose head_dim is not hidden_size / heads."""
     fields = {
         "vocab_size": 97,
         "hidden_size": 40,
         "intermediate_size": 56,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 12,
@@ -29,7 +32,7 @@ def llama_config(**changes) -> LlamaConfig:
     return LlamaConfig(**fields | changes)
 
 
-def comb_config(gate: str, cross_layers=(1, 3), chunk_size=13, sink_tokens=4, **changes):
+def comb_config(gate: str, cross_layers=(0, 2), chunk_size=13, sink_tokens=4, **changes):
     """A model of either form over `llama_config(**changes)`."""
     encoder = {"lse": "decoder", "tanh": "layers"}[gate]
     text = llama_config(**changes)
@@ -61,6 +64,19 @@ def packed_batch(rng: np.random.Generator, vocab: int, samples) -> dict[str, np.
         "cu_seqlens_k": cumulative(histories),
         "cu_seqlens_chunk": cumulative(chunks),
     }
+
+
+def padded(batch: dict[str, np.ndarray], tokens: int, segments: int) -> dict[str, np.ndarray]:
+    """The batch with `tokens` more tokens and chunk tokens, and room for `segments` more samples
+    and chunks, all of it padding."""
+    out = {}
+    for name, array in batch.items():
+        if name.startswith("cu_seqlens"):
+            out[name] = np.pad(array, (0, segments), mode="edge")
+        else:
+            fill = -100 if name == "shift_labels" else 0
+            out[name] = np.pad(array, [(0, 0), (0, tokens)], constant_values=fill)
+    return out
 
 
 def random_llama(rng: np.random.Generator, config: LlamaConfig) -> dict[str, np.ndarray]:
@@ -127,12 +143,61 @@ def from_combllama_name(name: str) -> str | None:
     raise ValueError(name)
 
 
-def load_into_transformers(model, parameters: dict[str, np.ndarray]) -> None:
+def load_into_transformers(reference, parameters: dict[str, np.ndarray]) -> None:
     """Puts a plain Llama's parameters into a transformers LlamaForCausalLM, all of them."""
     import torch
 
     with torch.no_grad():
-        theirs = dict(model.named_parameters())  # a tied head is listed once
+        theirs = dict(reference.named_parameters())  # a tied head is listed once
         assert sorted(map(from_hf_name, theirs)) == sorted(parameters)
         for name, tensor in theirs.items():
             tensor.copy_(torch.tensor(parameters[from_hf_name(name)]))
+
+
+def random_parameters(rng: np.random.Generator, config: CombConfig) -> dict[str, np.ndarray]:
+    """Random float32 arrays for every parameter the model declares; gates are open, not at 1."""
+    out = {}
+    for name, declared in model.declarations(config).items():
+        if declared.init == "zeros":
+            out[name] = rng.normal(0, 0.5, declared.shape).astype(np.float32)
+        else:
+            out[name] = random_array(rng, declared.shape)
+    return out
+
+
+def build(config: CombConfig, parameters, dtype=jnp.float32) -> model.CombLlama:
+    """The JAX model of NumPy parameters; those declared float32 stay so."""
+    declared = model.declarations(config)
+    arrays = {
+        name: jnp.asarray(array, declared[name].dtype or dtype)
+        for name, array in parameters.items()
+    }
+    return model.build(config, arrays)
+
+
+# Compiled as a whole: op by op, even a tiny model takes many times longer.
+
+
+@jax.jit
+def run(comb_llama: model.CombLlama, batch) -> tuple[jax.Array, list]:
+    """A packed batch's logits, and its history's K/V as `encode` gives them."""
+    states = comb_llama.encode(batch["chunk_ids"], batch["cu_seqlens_chunk"])
+    return comb_llama(batch), states
+
+
+@jax.jit
+def logits(comb_llama: model.CombLlama, batch) -> jax.Array:
+    """A packed batch's logits."""
+    return comb_llama(batch)
+
+
+@jax.jit
+@jax.value_and_grad
+def loss_and_gradient(comb_llama: model.CombLlama, batch) -> jax.Array:
+    """Mean negative log-likelihood of the labels that are not -100, and its gradient by every
+    parameter."""
+    labels = batch["shift_labels"].reshape(-1)
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(comb_llama(batch)), jnp.maximum(labels, 0)[:, None], axis=1
+    )[:, 0]
+    return -jnp.sum(jnp.where(labels == -100, 0.0, chosen)) / jnp.sum(labels != -100)

@@ -38,7 +38,7 @@ class Window(LayerCache):
             shape.empty(window),
             shape.empty(window),
             jnp.zeros(shape.batch, jnp.int32),
-            shape.rotary,
+            jnp.array(shape.rotary),  # a copy: a donated cache must not hold one array twice
         )
 
     def prefill(self, query, key, value, lengths):

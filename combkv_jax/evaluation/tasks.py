@@ -26,24 +26,28 @@ BOOKS = {
     "train": ("mansfield_park", "northanger_abbey", "sense_and_sensibility"),
 }
 NAMES = {
-    "judge": """Adele Bertha Cedric Dorian Edith Felix Greta Hector Irene Jasper Klara Leonard
-        Mabel Nigel Olive Percy Quentin Rosalind Silas Thelma Ulric Vera Wilfred Yvonne Agnes
-        Bruno Celeste Desmond Elsie Floyd Gilbert Hilda Ignatius Joyce Kenneth Lydia Mortimer
-        Norma Oswald Pearl Rupert Stella Tobias Ursula Vincent Winifred Xavier Zelda""",
-    "choose": """Albert Beatrice Conrad Daphne Ernest Fiona Gordon Harriet Isaac Jocelyn Karl Lucille
-        Marcus Nadine Oliver Paulina Ralph Sabrina Theodore Una Victor Wanda Alfred Bridget Clarence
-        Dolores Edgar Flora Gerald Heloise Ivan Judith Kurt Lorraine Maurice Natalie Otto Priscilla
-        Roland Sylvia Terence Valerie Walter Yolanda Arnold Brenda Cyril Doris""",
+    "judge": """Adele Bertha Cedric Dorian Edith Felix Greta Hector Irene Jasper Klara
+        Leonard Mabel Nigel Olive Percy Quentin Rosalind Silas Thelma Ulric Vera Wilfred
+        Yvonne Agnes Bruno Celeste Desmond Elsie Floyd Gilbert Hilda Ignatius Joyce Kenneth
+        Lydia Mortimer Norma Oswald Pearl Rupert Stella Tobias Ursula Vincent Winifred
+        Xavier Zelda""",
+    "choose": """Albert Beatrice Conrad Daphne Ernest Fiona Gordon Harriet Isaac Jocelyn
+        Karl Lucille Marcus Nadine Oliver Paulina Ralph Sabrina Theodore Una Victor Wanda
+        Alfred Bridget Clarence Dolores Edgar Flora Gerald Heloise Ivan Judith Kurt Lorraine
+        Maurice Natalie Otto Priscilla Roland Sylvia Terence Valerie Walter Yolanda Arnold
+        Brenda Cyril Doris""",
 }
 
 
 def bundled_text(*books: str) -> str:
     """The text of the named novels one after another, or of all six, those for judging first."""
-    books = books or tuple(book for role in BOOKS.values() for book in role)
-    folder = importlib.resources.files("combkv_jax") / "assets"
-    return "".join(
-        lzma.decompress((folder / f"{book}.txt.xz").read_bytes()).decode() for book in books
-    )
+    return "".join(map(_read, books or [book for role in BOOKS.values() for book in role]))
+
+
+@functools.cache
+def _read(book: str) -> str:
+    path = importlib.resources.files("combkv_jax") / "assets" / f"{book}.txt.xz"
+    return lzma.decompress(path.read_bytes()).decode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +149,7 @@ def fact_cases(
                     f"{chunk_size - room} tokens."
                 )
             made.append(_with_insertions(rng, page, inserted, room))
-        questions = tuple(_question(encode, fact) for fact in facts)
+        questions = tuple(question(encode, fact) for fact in facts)
         out.append(FactCase(tuple(made), questions))
     return out
 
@@ -182,8 +186,8 @@ def text_cases(
 
 def _sentences(encode: Encode, text: str) -> Iterator[np.ndarray]:
     """Token ids of each sentence, its leading white space with it."""
-    for sentence in _SENTENCE.findall(text):
-        yield np.asarray(encode(sentence), np.int32)
+    for sentence in _SENTENCE.finditer(text):
+        yield np.asarray(encode(sentence[0]), np.int32)
 
 
 # A sentence ends at . ! or ? with any closing quotes, before white space and no small letter, or
@@ -238,7 +242,7 @@ def _with_insertions(
     return np.concatenate(taken)
 
 
-def _question(encode: Encode, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
+def question(encode: Encode, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
     """(prompt, answer) tokens; the answer begins at the first token that the digits can change."""
     asked = f" {fact.question}"
     tokens = list(encode(asked + fact.answer))

@@ -123,7 +123,8 @@ def _read(path: Path, kind: GGMLQuantizationType, shape: tuple[int, ...], offset
                 file.seek(offset + start * row_bytes)
                 raw = np.fromfile(file, np.uint8, (stop - start) * row_bytes)
                 try:
-                    return dequantize(raw.reshape(stop - start, row_bytes), kind)
+                    # as one long row: the package goes through rows 16 at a time
+                    return dequantize(raw.reshape(1, -1), kind).reshape(stop - start, -1)
                 except NotImplementedError:
                     raise RequestError(
                         f"{path} stores weights as {kind.name}, which the gguf package cannot "
@@ -195,27 +196,24 @@ def _config(path: Path, fields: dict[str, Any], infos: dict[str, tuple]) -> Llam
 def rope_scaling(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
     """The llama3 scaling behind the divisors [head_dim / 2] a GGUF keeps of it, or None.
 
-    Between its two wavelengths 1/divisor runs from 1/factor to 1 linearly in the frequency; two
-    of such points give the line, and low_freq_factor 1 its (arbitrary) unit.
+    Between two wavelengths 1/divisor runs linearly in the frequency, from 1/factor to 1. With
+    low_freq_factor 1 as its unit, one point on that line gives the original length if
+    high_freq_factor is Llama's 4; two give both. Whatever reproduces all divisors is right.
     """
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors) & (factors >= 1)):
         return None
-    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    factor = float(factors.max())
-    if factor == 1:
-        return None
-    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
-    between = (smooth > 1e-4) & (smooth < 1 - 1e-4)
-    if between.sum() < 2:
-        return None
-    slope, offset = np.polyfit(frequency[between], smooth[between], 1)
-    if not offset < 0 < slope:
-        return None
-    high, original = 1 - 1 / offset, -2 * math.pi * slope / offset
-    result = RopeScaling(float(np.round(factor, 4)), 1.0, float(np.round(high, 2)), round(original))
-    expected = np.clip(
-        (result.original_max_position_embeddings * frequency / (2 * math.pi) - 1)
-        / (result.high_freq_factor - 1), 0, 1
-    )  # fmt: skip
-    expected = expected + (1 - expected) / result.factor
-    return result if np.allclose(1 / factors, expected, rtol=1e-3) else None
+    turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    factor = round(float(factors.max()), 4)
+    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.zeros(0)
+    between = np.flatnonzero((smooth > 1e-4) & (smooth < 1 - 1e-4))
+    lines = [((3 * smooth[i] + 1) / turns[i], 4.0) for i in between[:1]]
+    if between.size > 1:
+        slope, offset = np.polyfit(turns[between], smooth[between], 1)
+        lines.append((-slope / offset, 1 - 1 / offset))
+    for original, high in lines:
+        high, original = round(float(high), 3), round(float(original))
+        if high > 1 and original > 0:
+            expected = np.clip((original * turns - 1) / (high - 1), 0, 1)
+            if np.allclose(1 / factors, expected + (1 - expected) / factor, rtol=1e-4):
+                return RopeScaling(factor, 1.0, high, original)
+    return None

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
-from tokenizers import processors
 
 from combkv_jax.errors import RequestError
 
@@ -69,7 +68,9 @@ def build(path: Path, fields: Mapping[str, Any]):
     for content, type_ in zip(tokens, types, strict=True):
         if type_ in (_CONTROL, _UNKNOWN, _USER_DEFINED):
             added = AddedToken(content, normalized=False, special=type_ != _USER_DEFINED)
-            tokenizer.add_special_tokens([added]) if added.special else tokenizer.add_tokens([added])
+            tokenizer.add_special_tokens([added]) if added.special else tokenizer.add_tokens(
+                [added]
+            )
 
     ids = {
         "bos_token": fields.get("tokenizer.ggml.bos_token_id"),

@@ -106,12 +106,6 @@ def plain_errors(path: Path, what: str) -> Iterator[None]:
     except (RequestError, MemoryError):
         raise
     except Exception as error:
-        reason = str(error).strip().rstrip(".") or type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[0].rstrip(".:")[:200]
         raise RequestError(f"{path} is not a complete {what} ({reason}).") from error
-
-
-def refuse(path: Path, problems: list[str]) -> None:
-    """Raises one RequestError that lists every problem, if there are any."""
-    if problems:
-        listed = "".join(f"\n  {p}" for p in problems)
-        raise RequestError(f"{path} does not fit its config.json:{listed}")

@@ -1,0 +1,139 @@
+"""History tokens -> a compressed History, in fixed-shape batches of chunks.
+
+One compiled step encodes a batch of chunks and writes their K/V into the cache's own buffers, so
+memory does not grow with the context beyond the cache itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from combkv_jax.cache import Chunks, History, write
+from combkv_jax.errors import RequestError
+from combkv_jax.model import CombLlama
+
+BATCH_TOKENS = 4096  # chunk tokens encoded at once, unless chunk_batch says otherwise
+
+Buffers = list[tuple[jax.Array, jax.Array]]  # K and V [B, K, N, D] of each cross layer
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """The next of a ladder of sizes (eighths of powers of two), so that shapes repeat and few
+    lengths compile anew; at most an eighth is wasted."""
+    step = max(smallest, 1 << max((size - 1).bit_length() - 4, 0))
+    return -(-size // step) * step
+
+
+def compress(
+    model: CombLlama,
+    rows: Sequence[Sequence[np.ndarray]],
+    *,
+    history: History | None = None,
+    chunk_batch: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> History:
+    """Encodes histories, one a row: each a sequence of chunks (`chunking.chunk_tokens`).
+
+    history: what to append to (it stays usable; its K/V are copied once).
+    chunk_batch: chunks encoded at once; the result does not depend on it.
+    progress: called with the number of tokens done after each batch.
+    Raises RequestError when the model keeps no history, or a chunk is empty or too long.
+    """
+    config = model.config
+    if not config.cross_layers:
+        raise RequestError("this model keeps no history: it has no cross layers.")
+    lengths = [len(chunk) for row in rows for chunk in row]
+    if not all(0 < n <= config.chunk_size for n in lengths):
+        bad = next(n for n in lengths if not 0 < n <= config.chunk_size)
+        raise RequestError(f"a chunk has {bad} tokens; 1 to {config.chunk_size} can be encoded.")
+    before = np.zeros(len(rows), np.int32) if history is None else np.asarray(history.count)
+    count = before + np.array([sum(map(len, row)) for row in rows], np.int32)
+    if not count.any():
+        raise RequestError("the history has no tokens; at least one is needed.")
+
+    buffers = _buffers(model, len(rows), bucket(int(count.max())), history)
+    width = min(config.chunk_size, bucket(max(lengths, default=1)))
+    for batch, tokens in _batches(rows, before, width, chunk_batch):
+        buffers = _encode_into(model, buffers, *batch)
+        if progress:
+            jax.block_until_ready(buffers[-1])
+            progress(tokens)
+    start, end = jnp.zeros((len(rows), 1), jnp.int32), jnp.asarray(count)[:, None]
+    kept = [Chunks(key, value, start, end) for key, value in buffers]
+    return model.make_history(kept, _sinks(model, rows, history), jnp.asarray(count))
+
+
+def _batches(rows, before, width, chunk_batch):
+    """Yields ((ids [b, width], lengths [b], row [b], offset [b]), tokens in it): the chunks of all
+    rows in batches of one shape. A batch that is not full ends in chunks of no tokens."""
+    jobs = []
+    for row, chunks in enumerate(rows):
+        offset = int(before[row])
+        for chunk in chunks:
+            jobs.append((row, offset, np.asarray(chunk, np.int32)))
+            offset += len(chunk)
+    size = chunk_batch or max(1, min(BATCH_TOKENS // width, 1 << (len(jobs) - 1).bit_length()))
+    for first in range(0, len(jobs), size):
+        ids = np.zeros((size, width), np.int32)
+        lengths, row, offset = np.zeros((3, size), np.int32)
+        for i, (r, o, chunk) in enumerate(jobs[first : first + size]):
+            ids[i, : len(chunk)], lengths[i], row[i], offset[i] = chunk, len(chunk), r, o
+        yield (ids, lengths, row, offset), int(lengths.sum())
+
+
+@functools.partial(jax.jit, donate_argnames="buffers")
+def _encode_into(model: CombLlama, buffers: Buffers, ids, lengths, row, offset) -> Buffers:
+    """Encodes chunks ids [b, T] and writes each behind its row's earlier ones."""
+    index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    stop = jnp.broadcast_to(lengths[:, None], ids.shape)
+    states = model.encode_chunks(ids, index, jnp.zeros_like(index), stop)
+    capacity = buffers[0][0].shape[2]
+    place = jnp.where(index < stop, offset[:, None] + index, capacity)
+    return [
+        (write(keys, model.history_key(i, key), place, row), write(values, value, place, row))
+        for i, ((keys, values), (key, value)) in enumerate(zip(buffers, states, strict=True))
+    ]
+
+
+def _buffers(model: CombLlama, rows: int, capacity: int, history: History | None) -> Buffers:
+    text, layers = model.config.text, model.config.cross_layers
+    shape = (rows, text.num_key_value_heads, capacity, text.head_dim)
+    if history is None:
+        return [tuple(jnp.zeros(shape, model.dtype) for _ in range(2)) for _ in layers]
+    old = [history.layers[i] for i in layers]
+    grow = [(0, 0), (0, 0), (0, max(0, capacity - old[0].key.shape[2])), (0, 0)]
+    return [(jnp.pad(c.key, grow), jnp.pad(c.value, grow)) for c in old]
+
+
+def _sinks(model: CombLlama, rows, history: History | None) -> dict[int, Chunks]:
+    """The first tokens of each row's first chunk, for the layers that keep no history."""
+    config = model.config
+    width = config.sink_tokens
+    if config.is_original or not width:
+        return {}
+    if history is not None:
+        kept = zip(history.layers, history.kept, strict=True)
+        return {i: chunks for i, (chunks, is_kept) in enumerate(kept) if not is_kept}
+    ids = np.zeros((len(rows), width), np.int32)
+    length = np.zeros(len(rows), np.int32)
+    for i, row in enumerate(rows):
+        if len(row):
+            length[i] = len(row[0])
+            ids[i, : min(width, length[i])] = row[0][:width]
+    start = jnp.zeros((len(rows), 1), jnp.int32)
+    end = jnp.minimum(jnp.asarray(length), width)[:, None]
+    return {
+        i: Chunks(key, value, start, end)
+        for i, (key, value) in _encode_sinks(model, ids, length).items()
+    }
+
+
+@jax.jit
+def _encode_sinks(model: CombLlama, ids, length):
+    states = model.encode_sinks(ids, length)
+    return {i: tuple(x.swapaxes(1, 2) for x in pair) for i, pair in states.items()}

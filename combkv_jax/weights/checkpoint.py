@@ -1,0 +1,165 @@
+"""Native folders: config.json, tokenizer files, and weights/ in orbax checkpoints.
+
+One checkpoint a layer, so that neither writing nor reading holds more than a layer (or the
+embedding) in memory. This is the only file that knows orbax.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from combkv_jax.config import CombConfig
+from combkv_jax.errors import RequestError
+from combkv_jax.weights.source import (
+    BLOCK_BYTES,
+    DTYPES,
+    Source,
+    Tensor,
+    copy_tokenizer,
+    folder_tokenizer,
+    plain_errors,
+)
+
+WEIGHTS = "weights"
+INDEX = "tensors.json"  # in WEIGHTS: name -> [dtype, shape], the order of the checkpoint
+_GROUP = re.compile(r"(?:decoder\.layers|history|encoder\.\w+)\.\d+|decoder\.\w+")
+
+Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def groups(names) -> dict[str, list[str]]:
+    """Tensor names by the checkpoint they lie in: one a layer."""
+    result: dict[str, list[str]] = {}
+    for name in names:
+        result.setdefault(_GROUP.match(name)[0], []).append(name)
+    return result
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    # Weights do not compress; chunks of a bounded size keep orbax's copies small.
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+def write(
+    folder: Path,
+    config: CombConfig,
+    layout: Layout,
+    arrays: Callable[[str], np.ndarray | jax.Array],
+    write_tokenizer: Callable[[Path], None],
+    written: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Fills the empty `folder`; config.json comes last, and without it nothing loads.
+
+    layout: name -> (shape, dtype). arrays: gives one tensor when its turn comes. written: told
+    each name once it is on disk.
+    """
+    with ocp.Checkpointer(_handler()) as checkpointer:
+        for group, names in groups(layout).items():
+            tree = {name: arrays(name) for name in names}
+            save = ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES)
+            checkpointer.save(
+                (folder / WEIGHTS / group).absolute(),
+                args=ocp.args.PyTreeSave(tree, save_args=dict.fromkeys(tree, save)),
+            )
+            del tree
+            for name in names:
+                written(name)
+    index = {name: [dtype.name, list(shape)] for name, (shape, dtype) in layout.items()}
+    (folder / WEIGHTS / INDEX).write_text(json.dumps(index, indent=0) + "\n")
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+
+
+def read_layout(folder: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of each tensor of a native folder."""
+    path = folder / WEIGHTS / INDEX
+    with plain_errors(path, "list of tensors"):
+        index = json.loads(path.read_text())
+        layout = {n: (tuple(map(int, shape)), DTYPES[d]) for n, (d, shape) in index.items()}
+        groups(layout)
+    return layout
+
+
+def restore(
+    folder: Path,
+    dtypes: Mapping[str, np.dtype],
+    shardings: Mapping[str, jax.sharding.Sharding] | None,
+    restored: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, jax.Array]:
+    """The named tensors of a native folder as device arrays, group by group.
+
+    shardings: where each goes, by name; None: all on the first device. Whatever devices wrote the
+    folder, it is read onto these. restored: told the bytes of each finished group.
+    """
+    layout = read_layout(folder)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    arrays = {}
+    for group, names in groups(dtypes).items():
+        target = {
+            n: ocp.ArrayRestoreArgs(
+                restore_type=jax.Array,
+                dtype=dtypes[n],
+                sharding=shardings[n] if shardings else here,
+            )
+            for n in names
+        }
+        arrays |= _restore(folder, group, target, layout)
+        restored(sum(math.prod(layout[n][0]) * dtypes[n].itemsize for n in names))
+    return {name: arrays[name] for name in dtypes}
+
+
+def _restore(
+    folder: Path, group: str, restore_args: Mapping[str, ocp.RestoreArgs], layout: Layout
+) -> dict:
+    path = (folder / WEIGHTS / group).absolute()
+    if not path.is_dir():
+        raise RequestError(f"{folder} is damaged: {WEIGHTS}/{group} is missing.")
+    with plain_errors(path, "checkpoint"), ocp.Checkpointer(_handler()) as checkpointer:
+        arrays = checkpointer.restore(
+            path,
+            args=ocp.args.PyTreeRestore(
+                item=dict.fromkeys(restore_args, 0),
+                restore_args=dict(restore_args),
+                partial_restore=True,
+            ),
+        )
+        # A name that is not there comes back as what `item` has in its place.
+        if any(np.shape(arrays[name]) != layout[name][0] for name in restore_args):
+            raise ValueError(f"it does not hold what {INDEX} says")
+    return arrays
+
+
+def open_native(folder: Path, config: CombConfig) -> Source:
+    """Opens a native folder as a source to convert or export from, tensor by tensor."""
+
+    layout = read_layout(folder)
+
+    def reader(name: str):
+        def read(dtype: np.dtype) -> np.ndarray:
+            group = _GROUP.match(name)[0]
+            args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+            return np.asarray(_restore(folder, group, args, layout)[name]).astype(dtype, copy=False)
+
+        return read
+
+    tensors = {
+        name: Tensor(name, shape, dtype.name, reader(name))
+        for name, (shape, dtype) in layout.items()
+    }
+    return Source(
+        kind="native folder",
+        path=folder,
+        config=config,
+        tensors=tensors,
+        unknown=(),
+        tokenizer=lambda: folder_tokenizer(folder),
+        write_tokenizer=lambda target: copy_tokenizer(folder, target),
+    )

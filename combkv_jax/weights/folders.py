@@ -1,0 +1,81 @@
+"""Output folders: refused early, filled under a temporary name, renamed when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from combkv_jax.errors import RequestError
+
+SPARE_BYTES = 64 << 20  # config, tokenizer, metadata and file-system blocks on top of the weights
+
+
+def check(target: Path, needed: int, overwrite: bool, source: Path) -> None:
+    """Raises RequestError when `target` may not be written or does not fit on its disk.
+
+    needed: bytes of weights. Replacing a folder needs room for both until the end, so that a
+    failure leaves the old one.
+    """
+    target, source = target.absolute(), source.absolute()
+    if target == source or target in source.parents:
+        raise RequestError(f"{target} holds the source itself; choose another folder.")
+    if target.exists() or target.is_symlink():
+        if not overwrite:
+            raise RequestError(f"{target} exists; choose another folder, or pass --overwrite.")
+        if not target.is_dir() or target.is_symlink():
+            raise RequestError(f"{target} is not a folder; choose another name.")
+        if any(target.iterdir()) and not (target / "config.json").is_file():
+            raise RequestError(
+                f"{target} is not a model folder (no config.json), so it is not overwritten; "
+                "choose another name."
+            )
+    parent = _existing_parent(target)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RequestError(f"{parent} cannot be written to; choose another folder.")
+    free = shutil.disk_usage(parent).free
+    if needed + SPARE_BYTES > free:
+        raise RequestError(
+            f"{target} needs {(needed + SPARE_BYTES) / 2**30:.2f} GiB and its disk has "
+            f"{free / 2**30:.2f} GiB free; free some space or choose another folder."
+        )
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.parent.exists():
+        path = path.parent
+    return path.parent
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target` that takes its place, old content and all, at the end.
+
+    On an error nothing is left; after a kill a folder `.NAME.partial` may be, which the next
+    attempt removes. It has no config.json until all weights are in it, so nothing loads it.
+    """
+    target = target.absolute()
+    partial = target.with_name(f".{target.name}.partial")
+    old = target.with_name(f".{target.name}.old")
+    try:
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        # tensorstore reports a full disk as a ValueError, with the system's words in it
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(error):
+            raise RequestError(
+                f"the disk became full while {target} was written; nothing is left of it. Free "
+                "some space or choose another folder."
+            ) from error
+        raise

@@ -1,0 +1,142 @@
+"""Which tensors a model needs, and where each comes from: the source, a copy, or a constant."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from combkv_jax.config import (
+    FORMS,
+    PRESETS,
+    CombConfig,
+    LlamaConfig,
+    Preset,
+    every_fourth,
+)
+from combkv_jax.errors import RequestError
+from combkv_jax.model import declarations, starts_as
+from combkv_jax.weights.source import DTYPES, Source, Tensor
+
+# (vocabulary, hidden, layers, query heads, KV heads, theta) of presets with a measured list: a
+# folder or GGUF file of the same model is known by them, whatever it is called.
+_SHAPES = {(49152, 576, 30, 9, 3, 100000.0): "smollm2-135m"}
+
+
+def preset_for(text: LlamaConfig) -> Preset | None:
+    """The preset with a measured list that these shapes belong to."""
+    shapes = (
+        text.vocab_size,
+        text.hidden_size,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        text.num_key_value_heads,
+        text.rope_theta,
+    )
+    return PRESETS.get(_SHAPES.get(shapes, ""))
+
+
+def choose_config(
+    source: Source,
+    encoder: str | None = None,
+    kept_layers: str | Sequence[int] | None = None,
+    note=lambda line: None,
+) -> CombConfig:
+    """The model a source becomes: a plain Llama gets a history, others keep their own.
+
+    encoder: "decoder" (our form, when None) or "layers" (the original). kept_layers: "measured"
+    (when None, in our form), "every4" (when None, in the original), or layers. note: told in one
+    line when nothing was measured for the model.
+    """
+    config = source.config
+    if config.cross_layers:
+        if encoder not in (None, config.encoder) or kept_layers is not None:
+            raise RequestError(
+                f"{source.path} already has a history (encoder {config.encoder!r}, layers "
+                f"{list(config.cross_layers)}); an encoder and kept layers are chosen when a "
+                "plain Llama is converted."
+            )
+        return config
+    encoder = encoder or "decoder"
+    if encoder not in FORMS:
+        raise RequestError(f"encoder {encoder!r} is not known; use {' or '.join(FORMS)}.")
+    text, preset = config.text, preset_for(config.text)
+    layers = kept_layers or ("measured" if encoder == "decoder" else "every4")
+    if layers == "measured":
+        if preset and preset.cross_layers:
+            layers = preset.cross_layers
+        else:
+            note(
+                "No layers were measured for this model, so every fourth keeps the history; "
+                "`python evaluate.py --model DIR --select-layers` measures better ones."
+            )
+            layers = "every4"
+    if layers == "every4":
+        layers = every_fourth(text.num_hidden_layers) or (text.num_hidden_layers - 1,)
+    elif isinstance(layers, str):
+        parts = layers.split(",")
+        if not all(p.strip().isdecimal() for p in parts):
+            raise RequestError(
+                f"kept layers {layers!r} cannot be read; use measured, every4, or layer numbers "
+                "such as 3,7,11."
+            )
+        layers = sorted(int(p) for p in parts)
+    chunk_size = preset.chunk_size if preset and encoder == "decoder" else 1024
+    chunk_size = min(chunk_size, max(1, text.max_position_embeddings // 2))
+    return CombConfig(text, encoder, FORMS[encoder], tuple(layers), chunk_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A tensor of the model to be: where it comes from, and the dtype it will have."""
+
+    tensor: Tensor
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.tensor.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        return self.tensor.read(self.dtype)
+
+
+def plan(source: Source, config: CombConfig, dtype: str | None) -> dict[str, Planned]:
+    """Every tensor of `config` by name. dtype: None keeps what is stored.
+
+    Raises one RequestError that lists all tensors that are missing, unknown or mis-shaped.
+    """
+    is_new = not source.config.cross_layers  # a history is added, not read
+    copies = starts_as(config) if is_new else {}
+    result, missing, shapes = {}, [], []
+    for name, declared in declarations(config).items():
+        tensor = source.tensors.get(copies.get(name, name))
+        if is_new and name not in copies and not name.startswith("decoder."):
+            tensor = _constant(declared.init, declared.shape)
+        if tensor is None:
+            if name not in copies:
+                missing.append(name)
+        elif tensor.shape != declared.shape:
+            if name not in copies:
+                shapes.append(f"{tensor.name} {list(tensor.shape)} not {list(declared.shape)}")
+        else:
+            stored = dtype or (tensor.stored if tensor.stored in DTYPES else "bfloat16")
+            result[name] = Planned(tensor, DTYPES[declared.dtype or stored])
+    extra = [*source.unknown, *(source.tensors[n].name for n in source.tensors.keys() - result)]
+    mis_shaped = {s.split(" ")[0] for s in shapes}
+    problems = {
+        "missing": sorted(missing),
+        "unknown": sorted(set(extra) - mis_shaped),
+        "of another shape": sorted(shapes),
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{k}: {', '.join(v)}" for k, v in problems.items() if v)
+        raise RequestError(f"the tensors of {source.path} do not fit its config ({listed}).")
+    return result
+
+
+def _constant(init: str, shape: tuple[int, ...]) -> Tensor:
+    make = {"zeros": np.zeros, "ones": np.ones}[init]
+    return Tensor(init, shape, "float32", lambda dtype: make(shape, dtype))

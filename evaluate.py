@@ -1,0 +1,95 @@
+"""Measures a model: which layers should keep the compressed history, and how good a choice is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from combkv_jax import console
+from combkv_jax.errors import RequestError
+
+
+def _layer_list(text: str) -> tuple[int, ...]:
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,7,14") from None
+    if list(layers) != sorted(set(layers)) or layers[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ascending without repeats")
+    return layers
+
+
+def _parser() -> console.Parser:
+    parser = console.Parser(__doc__)
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="native, Hugging Face or hub model, or .gguf file (default: the small real model)",
+    )
+    parser.add_argument(
+        "--select-layers",
+        nargs="?",
+        const=0,
+        type=console.positive_int,
+        metavar="N",
+        help="choose the N layers (default: a quarter) that should see the history, and judge "
+        "them; a native folder is changed to them",
+    )
+    parser.add_argument(
+        "--score",
+        nargs="+",
+        choices=("facts", "text", "both"),
+        default=["both"],
+        help="what a choice is scored on; several make several choices (default: both)",
+    )
+    parser.add_argument(
+        "--measure-layers",
+        nargs="*",
+        type=_layer_list,
+        metavar="LIST",
+        help="judge these layers, such as 0,7,14 (default: the model's own), without choosing",
+    )
+    parser.add_argument("--chunk-size", type=console.positive_int, help="default: the model's own")
+    parser.add_argument(
+        "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
+    )
+    return parser
+
+
+def _main(args: argparse.Namespace) -> None:
+    if (args.select_layers is None) == (args.measure_layers is None):
+        raise RequestError("Give one of --select-layers and --measure-layers.")
+    if args.report.exists() and not args.report.is_dir():
+        raise RequestError(f"{args.report} is not a folder; choose another for --report.")
+    console.prepare_jax()
+    from combkv_jax import load
+    from combkv_jax.evaluation import report
+
+    model = load(args.model)
+    config = report.decoder_form(model, args.chunk_size)
+    if args.measure_layers is not None:
+        lists = args.measure_layers or [config.cross_layers]
+        report.judge(model, config, {",".join(map(str, one)): one for one in lists}, args.report)
+        return
+    folder = report.native_folder(args.model, model)
+    chosen = report.choose(model, config, args.select_layers or None, args.score, args.report)
+    for score, layers in chosen.items():
+        print(f"chosen for {score}: {','.join(map(str, layers))}")
+    report.judge(model, config, {f"chosen for {k}": v for k, v in chosen.items()}, args.report)
+    best = chosen["both" if "both" in chosen else args.score[0]]
+    listed = ",".join(map(str, best))
+    if folder is None:
+        print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")
+    else:
+        report.store(folder, best)
+        print(f"{folder} now keeps the history in layers {listed}.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return console.run(_main, _parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
