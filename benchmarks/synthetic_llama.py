@@ -56,14 +56,8 @@ def write(folder: Path, config: LlamaConfig, seed: int, overwrite: bool = False)
         return np.resize(np.roll(block, rng.integers(block.size)), shapes[name])
 
     check(folder, nbytes, overwrite, folder.parent)
-    with console.progress(nbytes >> 20, "Writing", "MiB") as advance, staged(folder) as partial:
-        huggingface.write_folder(
-            partial,
-            config.to_hf(),
-            layout,
-            array,
-            lambda name: advance(math.prod(shapes[name]) * BFLOAT16.itemsize >> 20),
-        )
+    with console.progress(len(layout), "Writing", "tensors") as advance, staged(folder) as partial:
+        huggingface.write_folder(partial, config.to_hf(), layout, array, lambda name: advance(1))
     return nbytes
 
 

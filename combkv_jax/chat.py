@@ -36,11 +36,17 @@ class ChatSession:
             raise RequestError(
                 f"window is {window}; it must be larger than max-new-tokens, {max_new_tokens}."
             )
+        config = language_model.config
+        offset = 0 if config.is_original else config.chunk_size
+        if offset + window > config.text.max_position_embeddings:
+            raise RequestError(
+                f"window is {window}; behind a chunk of {offset} this model's positions leave "
+                f"room for {config.text.max_position_embeddings - offset}."
+            )
         self.lm, self.history, self.window = language_model, history, window
         self.max_new_tokens, self.sampling = max_new_tokens, sampling or Sampling()
         self.messages: list[dict[str, str]] = []
         self.turns: list[np.ndarray] = []  # tokens of the turns still kept whole
-        self._rendered = ""
         self._cache: Cache | None = None  # holds all of `turns` but `_behind` tokens
         self._behind = np.zeros(0, np.int32)
 
@@ -48,9 +54,9 @@ class ChatSession:
         """One user message: streams the reply."""
         if not text.strip():
             raise RequestError("the message is empty; type something.")
-        asked = self._next_tokens({"role": "user", "content": text})
+        message = {"role": "user", "content": text}
+        asked = self._next_tokens(message)
         if len(asked) + self.max_new_tokens > self.window:
-            self.messages.pop()
             raise RequestError(
                 f"the message has {len(asked)} tokens; with a window of {self.window} and "
                 f"{self.max_new_tokens} for the reply, {self.window - self.max_new_tokens} fit."
@@ -64,9 +70,9 @@ class ChatSession:
         run = Generation.start(
             self.lm.model, cache, logits, self.sampling, self.lm.stop_tokens(), self.max_new_tokens
         )
-        yield from self._reply(run, asked)
+        yield from self._reply(run, message, asked)
 
-    def _reply(self, run: Generation, asked: np.ndarray) -> Iterator[str]:
+    def _reply(self, run: Generation, message: dict, asked: np.ndarray) -> Iterator[str]:
         drawn, stops = [], set(self.lm.stop_tokens())
         pieces, said = TextStream(self.lm.tokenizer), []
         try:
@@ -80,21 +86,25 @@ class ChatSession:
                 said.append(piece)
                 yield piece
         finally:  # also when the reader leaves in the middle of a reply
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            self.messages += [message, {"role": "assistant", "content": "".join(said)}]
             self.turns.append(np.concatenate([asked, np.asarray(drawn, np.int32)]))
-            self._rendered += "".join(said)
             self._cache, self._behind = run.cache, self.turns[-1][-1:]
 
     def _next_tokens(self, message: dict[str, str]) -> np.ndarray:
         """The tokens that a message and the opening of the reply add to the conversation."""
-        self.messages.append(message)
-        tokenizer = self.lm.tokenizer
+        tokenizer, messages = self.lm.tokenizer, [*self.messages, message]
         if not getattr(tokenizer, "chat_template", None):
-            return self.lm.tokens(("\n" if len(self.messages) > 1 else "") + message["content"])
+            return self.lm.tokens(("\n" if self.messages else "") + message["content"])
         render = tokenizer.apply_chat_template
-        before = render(self.messages[:-1], tokenize=False) if len(self.messages) > 1 else ""
-        after = render(self.messages, tokenize=False, add_generation_prompt=True)
-        return self.lm.tokens(after[len(before) :] if after.startswith(before) else after)
+        text = render(messages, tokenize=False, add_generation_prompt=True)
+        if not self.messages:
+            return self.lm.tokens(text)
+        # The last reply is there as it was drawn; what closes it and all behind it is new.
+        before, reply = render(self.messages, tokenize=False), self.messages[-1]["content"].strip()
+        place = before.rfind(reply) if reply else -1
+        tokens = self.lm.tokens(text[len(before) if place < 0 else place + len(reply) :])
+        drawn = self.turns[-1][-1]
+        return tokens[1:] if drawn in self.lm.stop_tokens() and tokens[0] == drawn else tokens
 
     def _make_room(self, needed: int) -> None:
         """Compresses the oldest turns until `needed` more tokens fit beside the others."""

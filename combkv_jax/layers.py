@@ -112,7 +112,7 @@ def rotary_angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, head_dim] (Su et al. 2021; halves, as in transformers)."""
+    """Rotary embedding of x [B, T, heads, head_dim] (Su et al. 2021), by halves."""
     cos, sin = (a[:, :, None, :] for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

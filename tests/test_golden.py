@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from combkv_jax import model
-from combkv_jax.config import CombConfig
+from combkv_jax import model, weights
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def golden(golden_folder):
-    """The model, and the reference's inputs and outputs."""
-    config = CombConfig.from_json(json.loads((golden_folder / "config.json").read_text()))
-    weights = load_file(golden_folder / "model.safetensors")
-    parameters = {tiny.from_combllama_name(name): array for name, array in weights.items()}
-    parameters.pop(None)
-    return tiny.build(config, parameters), load_file(golden_folder / "io.safetensors")
+    """The model as it is loaded, and the reference's inputs and outputs."""
+    config, parameters, _ = weights.load(golden_folder, "float32")
+    return model.build(config, parameters), load_file(golden_folder / "io.safetensors")
 
 
 def test_logits_and_encoder_keys_and_values(golden):

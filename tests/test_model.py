@@ -118,24 +118,20 @@ def test_drawn_models_against_the_oracle(form, seed):
     check_against_oracle(*random_case(form, seed))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_keys_walked_in_blocks_against_the_oracle(form, monkeypatch):
-    """As above where the keys are too many to be seen at once."""
-    monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
-    monkeypatch.setattr(xla, "SMALLEST_BLOCK", 5)
-    jax.clear_caches()
-    check_against_oracle(*case(form, "ragged"))
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_against_finite_differences_of_the_oracle(form):
+@pytest.mark.parametrize(("form", "in_blocks"), [("tanh", True), ("lse", False), ("lse", True)])
+def test_gradients_against_finite_differences_of_the_oracle(form, in_blocks, monkeypatch):
     """Of every parameter, along a direction in which a wrong scale, a wrong entry and a missing
-    one all show: the gradient itself plus a random direction of the same length."""
-    config, parameters, batch = case(form, "ragged")
+    one all show: the gradient itself plus a random direction of the same length. Also where the
+    keys are too many to be attended to at once."""
+    tiny.loss_and_gradient.clear_cache()
+    if in_blocks:
+        monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
+        monkeypatch.setattr(xla, "SMALLEST_BLOCK", 5)
+    config, parameters, batch = case(form, "one kv head, first layer, tied")
     loss, gradient = tiny.loss_and_gradient(
         tiny.build(config, parameters), tiny.padded(batch, tokens=6, segments=2)
     )
+    tiny.loss_and_gradient.clear_cache()
     parameters = oracle.in_float64(parameters)
 
     def oracle_loss(parameters):
@@ -217,20 +213,18 @@ def test_no_history_is_the_plain_llama_bit_for_bit(form):
     )
 
 
-@pytest.mark.parametrize("chunk", [13, 5])
-def test_untrained_lse_form_with_every_layer_and_one_chunk_is_the_plain_llama(chunk):
-    """On chunk + text in a row. A chunk shorter than chunk_size only moves both: rotary
-    attention sees distances."""
-    config = tiny.comb_config("lse", cross_layers=range(3))
+def test_untrained_lse_form_with_every_layer_and_one_chunk_is_the_plain_llama():
+    """On chunk + text in a row."""
+    config = tiny.comb_config("lse", cross_layers=range(2), num_hidden_layers=2)
     rng = np.random.default_rng(5)
     llama = tiny.random_llama(rng, config.text)
-    batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [chunk])])
+    batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [13])])
     logits = tiny.logits(tiny.build(config, tiny.untrained(config, llama)), batch)
     both = {
         "input_ids": np.concatenate([batch["chunk_ids"], batch["input_ids"]], axis=1),
-        "cu_seqlens_q": np.array([0, chunk + 11]),
+        "cu_seqlens_q": np.array([0, 13 + 11]),
     }
-    expected = plain_logits(config, llama, both)[chunk:]
+    expected = plain_logits(config, llama, both)[13:]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -272,16 +266,16 @@ def test_permuted_chunks_behind_the_first_change_nothing():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_stays_close_to_float32(form):
+def test_bfloat16_stays_close(form):
     """bfloat16 keeps 8 bits of a number: over a few layers the logits stay within 5 % of
-    their size, on average, of float32's with the same (rounded) weights."""
+    their size, on average, of those with the same (rounded) weights and exact arithmetic."""
     config, parameters, batch = case(form, "ragged")
     in_bfloat16 = tiny.build(config, parameters, jnp.bfloat16)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), in_bfloat16)
+    rounded = {k: np.asarray(x, np.float32) for k, x in model.parameters(in_bfloat16).items()}
     logits = tiny.logits(in_bfloat16, batch)
-    expected = tiny.logits(rounded, batch)
+    expected = oracle.forward(config, rounded, batch)
     assert logits.dtype == jnp.float32
-    error = jnp.sqrt(jnp.mean((logits - expected) ** 2) / jnp.mean(expected**2))
+    error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert error < 0.05
 
 
@@ -345,15 +339,12 @@ def test_build_names_what_is_missing_and_what_is_unknown():
         assert name in str(error.value)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("tanh", jnp.float32), ("lse", jnp.bfloat16)])
-def test_init_is_random_and_as_declared(form, dtype):
-    config = tiny.comb_config(form)
-
-    @jax.jit
-    def init(seed):
-        return model.parameters(model.init(config, jax.random.key(seed), dtype))
-
-    first, again, other = init(0), init(0), init(1)
+def test_init_is_random_and_as_declared():
+    config = tiny.comb_config("lse", num_hidden_layers=1, cross_layers=(0,))
+    dtype = jnp.bfloat16
+    first, again, other = (
+        model.parameters(model.init(config, jax.random.key(seed), dtype)) for seed in (0, 0, 1)
+    )
     abstract = model.parameters(model.abstract(config, dtype))
     for name, declared in model.declarations(config).items():
         assert first[name].shape == declared.shape == abstract[name].shape

@@ -95,15 +95,17 @@ def test_untrained_comb_form_is_attention_under_a_mask(chunks, sink_tokens):
     np.testing.assert_allclose(logits, oracle.head(text, p, x)[recent], rtol=0, atol=1e-10)
 
 
-def test_untrained_comb_form_with_every_layer_and_one_chunk_is_the_plain_llama():
+@pytest.mark.parametrize("chunk", [13, 5, 1])
+def test_untrained_comb_form_with_every_layer_and_one_chunk_is_the_plain_llama(chunk):
+    """A chunk shorter than chunk_size only moves everything: rotary attention sees distances."""
     config = tiny.comb_config("lse", cross_layers=range(3))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(chunk)
     llama = tiny.random_llama(rng, config.text)
-    batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [13])])
+    batch = tiny.packed_batch(rng, config.text.vocab_size, [(11, [chunk])])
     logits = oracle.forward(config, tiny.untrained(config, llama), batch)
     both = np.concatenate([batch["chunk_ids"][0], batch["input_ids"][0]])
     plain = oracle.llama(config.text, llama, both, np.arange(len(both)))
-    np.testing.assert_allclose(logits, plain[13:], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(logits, plain[chunk:], rtol=0, atol=1e-10)
 
 
 def test_closed_comb_gate_is_the_plain_llama_behind_the_chunk():

@@ -78,7 +78,7 @@ class Elimination:
         self.path, self.probes = path, probes
         first = next(iter(probes.values()))
         self.num_layers = len(first.decoder.layers)
-        settings = {**settings, "weights": fingerprint(first)}
+        settings = {**settings, "weights": _fingerprint(first.decoder)}
         if path.exists():
             self.state = _read(path)
             if self.state["settings"] != json.loads(json.dumps(settings)):
@@ -158,10 +158,10 @@ def _scale(probe: Probe) -> dict[str, float]:
     }
 
 
-def fingerprint(probe: Probe) -> str:
-    """Of the weights, through what they make of the cases."""
-    parts = [np.asarray(probe.keys[layer][0, 0], np.float32) for layer in (0, -1)]
-    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
+def _fingerprint(decoder: Decoder) -> str:
+    """Of the weights: another model's choice is not gone on with."""
+    parts = (decoder.norm.weight[...], decoder.layers[-1].self_attn.k_proj.weight[...])
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in parts)).hexdigest()[:16]
 
 
 def judge(
@@ -187,10 +187,10 @@ def judge(
         for kind, questions in batches:
             probe = Probe.encode(decoder, questions, config.sink_tokens)
             add("no history", kind, probe.predict_without_history())
+            other = probe.other_history() if kind == "text" else None
             for name, layers in choices.items():
                 add(name, kind, probe.predict(probe.start, layers, 0))
-                if kind == "text":
-                    other = probe.other_history()
+                if other is not None:
                     add(name, f"{kind}, another history", other.predict(probe.start, layers, 0))
             advance(questions.chunks.size)
     return {

@@ -121,18 +121,17 @@ def load(
     config = choose_config(opened, encoder, kept_layers, note)
     planned = plan(opened, config, _dtype(dtype))
     places = shardings(config) if shardings else None
-    total = sum(p.nbytes for p in planned.values())
-    with progress(total >> 20, "Loading weights", "MiB") as advance:
+    with progress(len(planned), "Loading weights", "tensors") as advance:
         if opened.config.cross_layers and opened.kind == "native folder":
             from combkv_jax.weights.checkpoint import restore
 
             dtypes = {name: p.dtype for name, p in planned.items()}
-            arrays = restore(opened.path, dtypes, places, lambda nbytes: advance(nbytes >> 20))
+            arrays = restore(opened.path, dtypes, places, advance)
         else:
             arrays = {}
             for name, tensor in planned.items():
                 arrays[name] = _place(tensor.read(), places[name] if places else None)
-                advance(tensor.nbytes >> 20)
+                advance(1)
     return config, arrays, opened.tokenizer()
 
 

@@ -6,9 +6,12 @@ embedding) in memory. This is the only file that knows orbax.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from combkv_jax.weights.source import (
 )
 
 WEIGHTS = "weights"
+ROOM_BYTES = 1 << 22  # for the metadata of one checkpoint
 INDEX = "tensors.json"  # in WEIGHTS: name -> [dtype, shape], the order of the checkpoint
 _GROUP = re.compile(r"(?:decoder\.layers|history|encoder\.\w+)\.\d+|decoder\.\w+")
 
@@ -63,6 +67,9 @@ def write(
     """
     with ocp.Checkpointer(_handler()) as checkpointer:
         for group, names in groups(layout).items():
+            needed = sum(math.prod(layout[n][0]) * layout[n][1].itemsize for n in names)
+            if shutil.disk_usage(folder).free < needed + ROOM_BYTES:  # orbax would print tracebacks
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             tree = {name: arrays(name) for name in names}
             save = ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES)
             checkpointer.save(
@@ -92,7 +99,7 @@ def restore(
     folder: Path,
     dtypes: Mapping[str, np.dtype],
     shardings: Mapping[str, jax.sharding.Sharding] | None,
-    restored: Callable[[int], None] = lambda nbytes: None,
+    restored: Callable[[int], None] = lambda count: None,
 ) -> dict[str, jax.Array]:
     """The named tensors of a native folder as device arrays, group by group.
 
@@ -112,7 +119,7 @@ def restore(
             for n in names
         }
         arrays |= _restore(folder, group, target, layout)
-        restored(sum(math.prod(layout[n][0]) * dtypes[n].itemsize for n in names))
+        restored(len(names))
     return {name: arrays[name] for name in dtypes}
 
 

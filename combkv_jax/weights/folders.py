@@ -20,8 +20,8 @@ def check(target: Path, needed: int, overwrite: bool, source: Path) -> None:
     needed: bytes of weights. Replacing a folder needs room for both until the end, so that a
     failure leaves the old one.
     """
-    target, source = target.absolute(), source.absolute()
-    if target == source or target in source.parents:
+    target, source = target.absolute(), source.resolve()
+    if target.resolve() in (source, *source.parents):
         raise RequestError(f"{target} holds the source itself; choose another folder.")
     if target.exists() or target.is_symlink():
         if not overwrite:

@@ -144,6 +144,11 @@ def _config(path: Path, fields: dict[str, Any], infos: dict[str, tuple]) -> Llam
     architecture = fields.get("general.architecture")
     if architecture != "llama":
         raise RequestError(f"{path} holds a {architecture!r} model; only 'llama' can be read.")
+    if fields.get("split.count", 1) > 1:
+        raise RequestError(
+            f"{path} is one of {fields['split.count']} parts; join them first, with llama.cpp's "
+            "llama-gguf-split --merge."
+        )
     if fields.get("llama.expert_count"):
         raise RequestError(f"{path} is a mixture of experts, which cannot be read.")
 

@@ -95,7 +95,6 @@ def build(path: Path, fields: Mapping[str, Any]):
         tokenizer_object=tokenizer,
         chat_template=fields.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        model_max_length=fields.get("llama.context_length"),
         **names,
     )
 

@@ -63,7 +63,9 @@ def choose_config(
     if encoder not in FORMS:
         raise RequestError(f"encoder {encoder!r} is not known; use {' or '.join(FORMS)}.")
     text, preset = config.text, preset_for(config.text)
-    layers = kept_layers or ("measured" if encoder == "decoder" else "every4")
+    layers = kept_layers
+    if layers is None:
+        layers = "measured" if encoder == "decoder" else "every4"
     if layers == "measured":
         if preset and preset.cross_layers:
             layers = preset.cross_layers

@@ -86,7 +86,12 @@ def folder_tokenizer(folder: Path):
     from transformers import PreTrainedTokenizerFast  # slow to import
 
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(
+            folder,
+            local_files_only=True,
+            model_max_length=10
+            ** 30,  # texts beyond the model's own context are the point: no warning
+        )
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise RequestError(f"the tokenizer in {folder} cannot be read: {error}.") from error
 

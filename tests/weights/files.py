@@ -15,7 +15,6 @@ from combkv_jax.model import declarations
 from combkv_jax.weights.source import BFLOAT16
 from tests import tiny
 
-
 # Tiny models of four layers, whatever the other tests use.
 llama_config = functools.partial(tiny.llama_config, num_hidden_layers=4)
 comb_config = functools.partial(tiny.comb_config, cross_layers=(1, 3), num_hidden_layers=4)

@@ -191,6 +191,7 @@ def test_no_safetensors(checkpoint, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--kept-layers", "3,x"], "'3,x'"),
+        (["--kept-layers", ""], "''"),
         (["--kept-layers", "3,4"], "within 0..3"),
         (["--kept-layers", "1,1"], "without repeats"),
         (["--encoder", "other"], "other"),
@@ -254,6 +255,13 @@ def test_a_disk_that_fills_up(error, checkpoint, tmp_path, capsys, monkeypatch):
         raise error
 
     monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", fail)
+    assert "the disk became full" in refused(checkpoint[0], tmp_path, capsys)
+
+
+def test_a_disk_that_shrinks_meanwhile(checkpoint, tmp_path, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    free = iter([2**40] * 3 + [1000] * 9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, next(free)))
     assert "the disk became full" in refused(checkpoint[0], tmp_path, capsys)
 
 

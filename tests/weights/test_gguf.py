@@ -136,6 +136,7 @@ def test_smollm2_is_known_by_its_shapes(smollm2_file, tmp_path):
     [
         (lambda w: w.add_string("general.architecture", "gemma2"), "'gemma2'"),
         (lambda w: w.add_expert_count(8), "mixture of experts"),
+        (lambda w: w.add_uint16("split.count", 3), "one of 3 parts"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "'yarn'"),
         (lambda w: w.add_rope_dimension_count(6), "rope.dimension_count"),
         (lambda w: w.add_head_count_kv([1, 2, 1, 2]), "head_count_kv"),

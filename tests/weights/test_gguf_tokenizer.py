@@ -14,6 +14,7 @@ import regex
 from combkv_jax import weights
 from combkv_jax.errors import RequestError
 from combkv_jax.weights import gguf, gguf_tokenizer
+from combkv_jax.weights.source import folder_tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -121,10 +122,10 @@ def test_smollm2_special_tokens_and_chat_template(smollm2, tmp_path):
     assert ids.count(2) == 2
     assert tokenizer.decode(ids, skip_special_tokens=True).startswith("system\nYou are")
     gguf_tokenizer.write(tokenizer, fields, tmp_path)
-    from transformers import PreTrainedTokenizerFast
-
-    again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    again = folder_tokenizer(tmp_path)
     assert again(text).input_ids == ids
+    # No warning about texts beyond the model's own context: they are the point.
+    assert min(again.model_max_length, tokenizer.model_max_length) > 10**9
     assert again.chat_template == tokenizer.chat_template
     assert '"eos_token_id": [\n    2\n  ]' in (tmp_path / "generation_config.json").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -243,3 +244,4 @@ def test_smollm2_from_its_gguf(tmp_path, smollm2_file):
     text = "Room 101: <|im_end|>\n"
     assert tokenizer(text).input_ids == own(text).input_ids
     assert tokenizer.chat_template == own.chat_template
+    shutil.rmtree(tmp_path / "native")  # large, and pytest keeps folders for three runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def folder(tmp_path_factory):
     """Llama-3.1-8B at 1/50 of its bytes: 319 MB, of which the embedding is 21 MB and a layer 9."""
     folder = tmp_path_factory.mktemp("streaming")
     python(_WRITE, folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte that pytest would keep for three runs
 
 
 def test_peak_memory_of_a_conversion_and_of_an_export(folder):
@@ -61,5 +63,4 @@ def test_peak_memory_of_a_conversion_and_of_an_export(folder):
     assert size > 300e6
     for action in ("convert", "export"):
         nothing, big = python(_CONVERT, folder, action)
-        print(action, nothing, big)
         assert big - nothing < size / 3, (action, nothing, big)
