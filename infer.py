@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2-135m"
 
 def parser() -> console.Parser:
     """The command line."""
-    p = console.Parser(__doc__.splitlines()[0])
+    p = console.Parser(__doc__.splitlines()[0], prog="infer.py")
     p.add_argument("--model", default=DEFAULT_MODEL, help="folder, .gguf, preset or hub id")
     p.add_argument("--ctx", type=console.positive_int, help="tokens of context")
     p.add_argument("--context", nargs="+", metavar="FILE", help="UTF-8 texts, in this order")

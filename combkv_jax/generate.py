@@ -146,8 +146,8 @@ def prefill(
     """Puts one prompt a row (unequal lengths, at least one token each) into the cache: float32
     logits [B, V] behind each, and the cache. The cache passed in is used up.
 
-    Prompts go in segments of one shape; only the last one's size depends on the lengths, by a
-    short ladder of sizes, so that few lengths compile anew.
+    Long prompts go in segments of one shape and short ones in one of a few, so that few lengths
+    compile anew.
     """
     lengths = np.array([len(p) for p in prompts])
     if not lengths.all():
@@ -155,9 +155,8 @@ def prefill(
     longest = int(lengths.max())
     changed, borrowed = cache.split()
     logits = jnp.zeros((len(prompts), model.config.text.vocab_size), jnp.float32)
-    for first in range(0, longest, SEGMENT):
-        left = min(longest - first, SEGMENT)
-        width = max(16, 1 << (left - 1).bit_length())
+    width = min(SEGMENT, max(16, 1 << (longest - 1).bit_length()))
+    for first in range(0, longest, width):
         ids = np.zeros((len(prompts), width), np.int32)
         for row, prompt in enumerate(prompts):
             part = prompt[first : first + width]

@@ -159,7 +159,7 @@ def random_parameters(rng: np.random.Generator, config: CombConfig) -> dict[str,
     out = {}
     for name, declared in model.declarations(config).items():
         if declared.init == "zeros":
-            out[name] = rng.normal(0, 0.5, declared.shape).astype(np.float32)
+            out[name] = rng.normal(0, 0.3, declared.shape).astype(np.float32)
         else:
             out[name] = random_array(rng, declared.shape)
     return out
