@@ -76,7 +76,9 @@ class LlamaConfig:
             raise RequestError(f"rope_type is {kind!r}; 'default' and 'llama3' can be read.")
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
-            raise RequestError("config.json lacks rope_theta.")
+            raise RequestError(
+                "config.json lacks rope_theta; add it (10000.0 for Llama 1 and 2)."
+            )
         scaling = None
         if kind == "llama3":
             names = [f.name for f in dataclasses.fields(RopeScaling)]
@@ -128,6 +130,7 @@ class CombConfig:
     cross_layers: decoder layers that see the history, ascending. Empty: a plain Llama.
     chunk_size: most tokens in a history chunk.
     sink_tokens: first tokens of the history that the other layers keep (`lse` form only).
+    chunk_token_index: the original's placeholder for a chunk; only carried through.
     """
 
     text: LlamaConfig
@@ -136,6 +139,7 @@ class CombConfig:
     cross_layers: tuple[int, ...]
     chunk_size: int
     sink_tokens: int = 4
+    chunk_token_index: int | None = None
 
     def __post_init__(self):
         if FORMS.get(self.encoder) != self.gate:
@@ -172,6 +176,7 @@ class CombConfig:
             "cross_attention_layers": list(self.cross_layers),
             "chunk_size": self.chunk_size,
             "sink_tokens": self.sink_tokens,
+            **self._carried(),
             "text_config": self.text.to_hf(),
         }
 
@@ -194,6 +199,7 @@ class CombConfig:
                     cross_layers=tuple(config["cross_attention_layers"]),
                     chunk_size=config["chunk_size"],
                     sink_tokens=config["sink_tokens"],
+                    chunk_token_index=config.get("chunk_token_index"),
                 )
             except KeyError as error:
                 raise RequestError(f"config.json lacks {error.args[0]}.") from None
@@ -206,6 +212,7 @@ class CombConfig:
                 gate="tanh",
                 cross_layers=tuple(config["cross_attention_layers"]),
                 chunk_size=1024,
+                chunk_token_index=config.get("chunk_token_index"),
             )
         return plain(LlamaConfig.from_hf(config))
 
@@ -217,7 +224,12 @@ class CombConfig:
             "text_config": self.text.to_hf(),
             "cross_attention_layers": list(self.cross_layers),
             "num_hidden_layers": self.text.num_hidden_layers + len(self.cross_layers),
+            **self._carried(),
         }
+
+    def _carried(self) -> dict[str, int]:
+        index = self.chunk_token_index
+        return {} if index is None else {"chunk_token_index": index}
 
 
 def plain(text: LlamaConfig) -> CombConfig:
