@@ -48,7 +48,7 @@ def _parser() -> console.Parser:
         nargs="*",
         type=_layer_list,
         metavar="LIST",
-        help="judge these layers, such as 0,7,14 (default: the model's own), without choosing",
+        help="judge these layers too, such as 0,7,14 (default: the model's own)",
     )
     parser.add_argument("--chunk-size", type=console.positive_int, help="default: the model's own")
     parser.add_argument(
@@ -58,8 +58,8 @@ def _parser() -> console.Parser:
 
 
 def _main(args: argparse.Namespace) -> None:
-    if (args.select_layers is None) == (args.measure_layers is None):
-        raise RequestError("Give one of --select-layers and --measure-layers.")
+    if args.select_layers is None and args.measure_layers is None:
+        raise RequestError("Give --select-layers, --measure-layers or both.")
     if args.report.exists() and not args.report.is_dir():
         raise RequestError(f"{args.report} is not a folder; choose another for --report.")
     console.prepare_jax()
@@ -68,22 +68,20 @@ def _main(args: argparse.Namespace) -> None:
 
     model = load(args.model)
     config = report.decoder_form(model, args.chunk_size)
-    if args.measure_layers is not None:
-        lists = args.measure_layers or [config.cross_layers]
-        report.judge(model, config, {",".join(map(str, one)): one for one in lists}, args.report)
-        return
-    folder = report.native_folder(args.model, model)
-    chosen = report.choose(model, config, args.select_layers or None, args.score, args.report)
-    for score, layers in chosen.items():
-        print(f"chosen for {score}: {','.join(map(str, layers))}")
-    report.judge(model, config, {f"chosen for {k}": v for k, v in chosen.items()}, args.report)
-    best = chosen["both" if "both" in chosen else args.score[0]]
+    given = {} if args.measure_layers is None else report.named(config, args.measure_layers)
+    choices, folder, best = {}, None, ()
+    if args.select_layers is not None:
+        folder = report.native_folder(args.model, model)
+        chosen = report.choose(model, config, args.select_layers or None, args.score, args.report)
+        choices = {f"chosen for {score}": layers for score, layers in chosen.items()}
+        best = chosen["both" if "both" in chosen else args.score[0]]
+    report.judge(model, config, choices | given, args.report)
     listed = ",".join(map(str, best))
-    if folder is None:
-        print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")
-    else:
+    if folder is not None:
         report.store(folder, best)
         print(f"{folder} now keeps the history in layers {listed}.")
+    elif best:
+        print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")
 
 
 def main(argv: list[str] | None = None) -> int:

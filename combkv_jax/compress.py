@@ -16,6 +16,7 @@ import numpy as np
 from combkv_jax.cache import Chunks, History, write
 from combkv_jax.errors import RequestError
 from combkv_jax.model import CombLlama
+from combkv_jax.sharding import cache_places
 
 BATCH_TOKENS = 4096  # chunk tokens encoded at once, unless chunk_batch says otherwise
 
@@ -104,7 +105,8 @@ def _buffers(model: CombLlama, rows: int, capacity: int, history: History | None
     text, layers = model.config.text, model.config.cross_layers
     shape = (rows, text.num_key_value_heads, capacity, text.head_dim)
     if history is None:
-        return [tuple(jnp.zeros(shape, model.dtype) for _ in range(2)) for _ in layers]
+        keys, _ = cache_places(model, rows)
+        return [tuple(jnp.zeros(shape, model.dtype, device=keys) for _ in "kv") for _ in layers]
     old = [history.layers[i] for i in layers]
     grow = [(0, 0), (0, 0), (0, max(0, capacity - old[0].key.shape[2])), (0, 0)]
     return [(jnp.pad(c.key, grow), jnp.pad(c.value, grow)) for c in old]

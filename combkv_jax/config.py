@@ -76,9 +76,7 @@ class LlamaConfig:
             raise RequestError(f"rope_type is {kind!r}; 'default' and 'llama3' can be read.")
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
-            raise RequestError(
-                "config.json lacks rope_theta; add it (10000.0 for Llama 1 and 2)."
-            )
+            raise RequestError("config.json lacks rope_theta; add it (10000.0 for Llama 1 and 2).")
         scaling = None
         if kind == "llama3":
             names = [f.name for f in dataclasses.fields(RopeScaling)]

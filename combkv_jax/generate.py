@@ -14,6 +14,7 @@ from combkv_jax.cache import Cache, Comb, History, create_cache
 from combkv_jax.compress import bucket
 from combkv_jax.errors import RequestError
 from combkv_jax.model import CombLlama
+from combkv_jax.sharding import cache_places
 
 SEGMENT = 512  # prompt tokens a row prefilled at once
 
@@ -154,7 +155,8 @@ def prefill(
         raise RequestError("a prompt has no tokens; at least one is needed.")
     longest = int(lengths.max())
     changed, borrowed = cache.split()
-    logits = jnp.zeros((len(prompts), model.config.text.vocab_size), jnp.float32)
+    shape = (len(prompts), model.config.text.vocab_size)
+    logits = jnp.zeros(shape, jnp.float32, device=changed.position.sharding)
     width = min(SEGMENT, max(16, 1 << (longest - 1).bit_length()))
     for first in range(0, longest, width):
         ids = np.zeros((len(prompts), width), np.int32)
@@ -178,7 +180,8 @@ def new_cache(
     """An empty cache for `batch` rows of up to `capacity` recent tokens, behind a history if one
     is given: of one row, shared by all without a copy, or of `batch` rows."""
     text = model.config.text
-    cache = create_cache(text, policy, batch, bucket(capacity, 256), model.dtype, options)
+    places = cache_places(model, batch)
+    cache = create_cache(text, policy, batch, bucket(capacity, 256), model.dtype, options, *places)
     if history is None:
         return cache
     rows = history.count.shape[0]
@@ -186,7 +189,7 @@ def new_cache(
         raise RequestError(f"the history has {rows} rows and the batch {batch}; use 1 or {batch}.")
     layers = tuple(history.entry(i, recent) for i, recent in enumerate(cache.layers))
     position = jnp.broadcast_to(model.recent_offset(history.count), batch)
-    return Cache(layers, position + jnp.zeros(batch, jnp.int32))
+    return Cache(layers, cache.position + position)
 
 
 @dataclasses.dataclass

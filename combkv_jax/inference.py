@@ -106,9 +106,10 @@ def needle(lm: LanguageModel, num_tokens: int, depth: float, seed: int):
     """A haystack of `num_tokens` tokens of the bundled novels with a fact in it, and the question
     for the fact: (tokens int32 [num_tokens], Question)."""
     fact = tasks.draw_facts(np.random.default_rng(seed), 1)[0]
-    tokens = tasks.haystack(lm.tokens, num_tokens, fact, depth)
+    begin = lm.tokens("", special=True)  # a first token, where the tokenizer has one
+    tokens = tasks.haystack(lm.tokens, num_tokens - len(begin), fact, depth)
     prompt, _ = tasks.question(lm.tokens, fact)
-    return tokens, Question([prompt], fact.digits)
+    return np.concatenate([begin, tokens]), Question([prompt], fact.digits)
 
 
 def answer(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from combkv_jax.config import LlamaConfig
@@ -144,3 +144,17 @@ def _divisors(count: int, most: int = MOST_VIRTUAL) -> list[int]:
 def _listed(numbers: Sequence[int]) -> str:
     *head, last = map(str, numbers)
     return f"{', '.join(head)} or {last}" if head else last
+
+
+def cache_places(model: Any, batch: int) -> tuple[Sharding | None, Sharding | None]:
+    """Where a cache for `batch` rows of a CombLlama belongs, by where its weights are: the
+    shardings of K/V [B, K, S, D] and of what is small. None: anywhere (weights that are no arrays).
+    """
+    weight = model.decoder.embed_tokens.weight[...]
+    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, jax.Array):
+        return None, None
+    if not isinstance(weight.sharding, NamedSharding):
+        return weight.sharding, weight.sharding
+    placement = place(model.config.text, weight.sharding.mesh)
+    keys = jax.ShapeDtypeStruct((batch, 1, 1, 1), weight.dtype)
+    return placement.cache(keys), NamedSharding(placement.mesh, P())

@@ -57,18 +57,18 @@ def test_smollm2_from_its_gguf_file(smollm2_file):
     """600 tokens of a novel; transformers reads config and weights from the same file."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    read = load_gguf_checkpoint(smollm2_file)["config"]
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**read)).eval()
-    tensors = load_gguf_checkpoint(smollm2_file, return_tensors=True, model_to_load=reference)
-    missing, unknown = reference.load_state_dict(tensors["tensors"], strict=False)
+    model = combkv_jax.load(smollm2_file, dtype="float32")
+    config = model.config.text
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf())).eval()
+    read = load_gguf_checkpoint(smollm2_file, return_tensors=True, model_to_load=reference)
+    theirs = LlamaConfig.from_hf(transformers.LlamaConfig(**read["config"]).to_dict())
+    # The file keeps its numbers in float32.
+    assert dataclasses.asdict(config) == pytest.approx(dataclasses.asdict(theirs))
+    missing, unknown = reference.load_state_dict(read["tensors"], strict=False)
     assert not unknown
     assert missing in ([], ["lm_head.weight"])  # tied
     reference.tie_weights()
 
-    model = combkv_jax.load(smollm2_file, dtype="float32")
-    theirs = LlamaConfig.from_hf(reference.config.to_dict())
-    # The file keeps its numbers in float32.
-    assert dataclasses.asdict(model.config.text) == pytest.approx(dataclasses.asdict(theirs))
     ids = model.tokens(tasks.bundled_text()[:4000])[:600]
     assert len(ids) == 600
     logits = model({"input_ids": ids, "cu_seqlens_q": np.array([0, 600])})

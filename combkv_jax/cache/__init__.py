@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax.numpy as jnp
+import jax
 
 from combkv_jax.cache.base import CacheShape, LayerCache, nbytes, write
 from combkv_jax.cache.comb import Cache, Chunks, Comb, History, Packed
@@ -41,10 +41,13 @@ def create_cache(
     capacity: int,
     dtype,
     options: Mapping[str, int] | None = None,
+    keys: jax.sharding.Sharding | None = None,
+    small: jax.sharding.Sharding | None = None,
 ) -> Cache:
     """An empty cache for `batch` rows of at most `capacity` recent tokens.
 
-    options: the policy's settings (`window`: {"first": S, "window": W}).
+    options: the policy's settings (`window`: {"first": S, "window": W}). keys, small: see
+    CacheShape.
     Raises RequestError for an unknown policy.
     """
     if policy not in POLICIES:
@@ -57,6 +60,8 @@ def create_cache(
         dtype,
         rotary_frequencies(config),
         dict(options or {}),
+        keys,
+        small,
     )
     layers = tuple(POLICIES[policy].create(shape) for _ in range(config.num_hidden_layers))
-    return Cache(layers, jnp.zeros(batch, jnp.int32))
+    return Cache(layers, shape.counter())

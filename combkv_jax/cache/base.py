@@ -46,6 +46,8 @@ class CacheShape:
     capacity: most recent tokens a row will hold; policies that drop tokens hold less.
     rotary: angle per position of each rotary pair [D / 2], for policies that move positions.
     options: the policy's own settings.
+    keys, small: where K/V and the counters live (None: the default device). A cache must begin
+        where a step leaves it, or the second step compiles anew.
     """
 
     batch: int
@@ -55,11 +57,18 @@ class CacheShape:
     dtype: Any
     rotary: jax.Array
     options: dict[str, int] = dataclasses.field(default_factory=dict)
+    keys: jax.sharding.Sharding | None = None
+    small: jax.sharding.Sharding | None = None
 
     def empty(self, tokens: int) -> jax.Array:
         """Zeros for `tokens` keys or values, [B, K, tokens, D]: heads outside tokens, so that a
         head's keys are one matrix and no product needs a transposed copy."""
-        return jnp.zeros((self.batch, self.kv_heads, tokens, self.head_dim), self.dtype)
+        shape = (self.batch, self.kv_heads, tokens, self.head_dim)
+        return jnp.zeros(shape, self.dtype, device=self.keys)
+
+    def counter(self) -> jax.Array:
+        """A count for each row, int32 [B], at zero."""
+        return jnp.zeros(self.batch, jnp.int32, device=self.small)
 
 
 def write(buffer: jax.Array, new: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ class Full(LayerCache):
         return cls(
             shape.empty(shape.capacity),
             shape.empty(shape.capacity),
-            jnp.zeros(shape.batch, jnp.int32),
+            shape.counter(),
         )
 
     def prefill(self, query, key, value, lengths):

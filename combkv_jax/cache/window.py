@@ -37,8 +37,9 @@ class Window(LayerCache):
             shape.empty(first),
             shape.empty(window),
             shape.empty(window),
-            jnp.zeros(shape.batch, jnp.int32),
-            jnp.array(shape.rotary),  # a copy: a donated cache must not hold one array twice
+            shape.counter(),
+            # A copy: a donated cache must not hold one array twice.
+            jnp.array(shape.rotary, device=shape.small),
         )
 
     def prefill(self, query, key, value, lengths):

@@ -97,14 +97,22 @@ def choose(
     return chosen
 
 
+def named(config: CombConfig, lists: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The lists (none: the model's own layers) by name. Raises RequestError when the model has no
+    such layers."""
+    lists = [
+        dataclasses.replace(config, cross_layers=tuple(layers)).cross_layers
+        for layers in lists or [config.cross_layers]
+    ]
+    return {",".join(map(str, layers)): layers for layers in lists}
+
+
 def judge(
     model: LanguageModel, config: CombConfig, choices: Mapping[str, Collection[int]], folder: Path
 ) -> Results:
     """Judges the full cache, every fourth layer and `choices`; writes `judged.json` and
     `judged.md` into the folder, and prints the table."""
     layers = config.text.num_hidden_layers
-    for chosen in choices.values():
-        dataclasses.replace(config, cross_layers=tuple(chosen))  # refuses layers there are not
     rows = {
         "all layers (full cache)": tuple(range(layers)),
         "every fourth": every_fourth(layers),

@@ -148,7 +148,7 @@ def fact_cases(
                     f"chunk_size is {chunk_size}; {facts_per_chunk} facts need "
                     f"{chunk_size - room} tokens."
                 )
-            made.append(_with_insertions(rng, page, inserted, room))
+            made.append(with_insertions(rng, page, inserted, room))
         questions = tuple(question(encode, fact) for fact in facts)
         out.append(FactCase(tuple(made), questions))
     return out
@@ -199,7 +199,8 @@ _SENTENCE = re.compile(
 
 
 @functools.lru_cache(maxsize=4)
-def _book(encode: Encode, role: str) -> list[np.ndarray]:
+def book_sentences(encode: Encode, role: str) -> list[np.ndarray]:
+    """Token ids of each sentence of the role's books, in order."""
     return list(_sentences(encode, bundled_text(*BOOKS[role])))
 
 
@@ -208,7 +209,7 @@ def _pages(
 ) -> list[list[np.ndarray]]:
     """`count` places of at least `length` tokens in the role's books, as sentences; no two overlap,
     and each begins with a sentence."""
-    sentences = _book(encode, role)
+    sentences = book_sentences(encode, role)
     begins = np.cumsum([0, *map(len, sentences)])
     slot = begins[-1] // max(count, 1)
     longest = max(map(len, sentences))
@@ -226,7 +227,7 @@ def _pages(
     return pages
 
 
-def _with_insertions(
+def with_insertions(
     rng: np.random.Generator, page: list[np.ndarray], inserted: list[np.ndarray], room: int
 ) -> np.ndarray:
     """Takes sentences from the front of `page` until `room` tokens are there, the last one cut, and

@@ -120,8 +120,7 @@ def test_the_original_form_has_nothing_to_choose(small, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "Give one of"),
-        (["--select-layers", "--measure-layers"], "Give one of"),
+        ([], "Give --select-layers"),
         (["--select-layers", "0"], "'0'"),
         (["--select-layers", "-3"], "-3"),
         (["--measure-layers", "3,1"], "'3,1'"),

@@ -1,0 +1,1 @@
+"""Training of the history blocks in front of a frozen decoder."""

@@ -1,0 +1,124 @@
+"""A pool of encoded chunks from which histories of any length are drawn.
+
+Chunks come in groups: consecutive pages of a novel with facts between their sentences. Group
+number g is the same for the same seed, whoever makes it and when, so that a resumed run can make
+its pool again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from combkv_jax.errors import RequestError
+from combkv_jax.evaluation import tasks
+from combkv_jax.language_model import LanguageModel
+from combkv_jax.training.facts import NOUNS, Told, draw_told
+from combkv_jax.training.taps import DTYPE, encode_taps
+
+GROUP = 8  # chunks of a group
+AFTER = 128  # tokens behind a group that can be predicted
+ERA = 12  # groups that mostly share a noun, so that many facts differ in the name alone
+MOST_FACTS = 18  # of one chunk
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """ids: int32 [chunks, chunk_size]. facts: of each chunk. after: int32 [AFTER + 1], the text
+    that follows the last chunk. dense: whether every chunk is full of facts."""
+
+    ids: np.ndarray
+    facts: tuple[tuple[Told, ...], ...]
+    after: np.ndarray
+    dense: bool
+
+
+def make_group(
+    encode: Encode, sentences: Sequence[np.ndarray], chunk_size: int, seed: int, number: int
+) -> Group:
+    """Group `number`: six in ten are full of facts; of the others' chunks a third have one."""
+    rng = np.random.default_rng([seed, 1, number])
+    noun = np.random.default_rng([seed, 2, number // ERA]).choice(NOUNS)
+    noun = str(noun if rng.random() < 0.7 else rng.choice(NOUNS))
+    dense = bool(rng.random() < 0.6)
+    need = GROUP * chunk_size + AFTER + 1
+    lengths = np.cumsum([len(s) for s in sentences])
+    last = int(np.searchsorted(lengths, lengths[-1] - need))
+    if last < 1:
+        raise RequestError(
+            f"the training text has {lengths[-1]} tokens; a chunk_size of {chunk_size} needs "
+            f"{need} and a sentence more."
+        )
+    page = list(sentences[rng.integers(last) :][: need + 1])
+    made, told = [], []
+    for _ in range(GROUP):
+        wanted = int(rng.integers(5, MOST_FACTS + 1)) if dense else int(rng.random() < 0.35)
+        facts, pieces, room = [], [], chunk_size
+        for fact in draw_told(rng, wanted, noun if dense else None):
+            piece = np.asarray(encode(f" {fact.sentence}"), np.int32)
+            if len(piece) <= room:
+                facts.append(fact)
+                pieces.append(piece)
+                room -= len(piece)
+        made.append(tasks.with_insertions(rng, page, pieces, room))
+        told.append(tuple(facts))
+    after = np.concatenate(page)[: AFTER + 1]
+    return Group(np.stack(made), tuple(told), after, dense)
+
+
+class Pool:
+    """The newest `capacity` groups and their taps, on the host.
+
+    ids: int32 [capacity * GROUP, chunk_size]. taps: for each kept layer float16
+    [capacity * GROUP, chunk_size, D]. groups: the group in each slot, None while it is empty.
+    """
+
+    def __init__(self, lm: LanguageModel, capacity: int, seed: int):
+        config = lm.config
+        self.lm, self.capacity, self.seed = lm, capacity, seed
+        self.sentences = tasks.book_sentences(lm.tokens, "train")
+        shape = (capacity * GROUP, config.chunk_size)
+        self.ids = np.zeros(shape, np.int32)
+        hidden = config.text.hidden_size
+        self.taps = [np.zeros((*shape, hidden), DTYPE) for _ in config.cross_layers]
+        self.groups: list[Group | None] = [None] * capacity
+        self.made = 0  # groups made so far: numbers 0 to made - 1
+
+    def grow_to(self, made: int, advance: Callable[[int], None] = lambda tokens: None) -> None:
+        """Makes the groups up to number `made` - 1, of which the newest are kept."""
+        for number in range(max(self.made, made - self.capacity), made):
+            group = make_group(
+                self.lm.tokens, self.sentences, self.lm.config.chunk_size, self.seed, number
+            )
+            slot = number % self.capacity
+            place = slice(slot * GROUP, (slot + 1) * GROUP)
+            self.ids[place], self.groups[slot] = group.ids, group
+            for taps, new in zip(self.taps, encode(self.lm, group.ids), strict=True):
+                taps[place] = new
+            advance(group.ids.size)
+        self.made = max(self.made, made)
+
+    @property
+    def filled(self) -> list[int]:
+        """Slots that hold a group."""
+        return [slot for slot, group in enumerate(self.groups) if group is not None]
+
+
+def encode(lm: LanguageModel, ids: np.ndarray) -> list[np.ndarray]:
+    """Taps of chunks [n, chunk_size], GROUP chunks at a time: float16 [n, chunk_size, D] a kept
+    layer."""
+    parts = []
+    for first in range(0, len(ids), GROUP):
+        batch = ids[first : first + GROUP]
+        padded = np.pad(batch, ((0, GROUP - len(batch)), (0, 0)))
+        taps = _encode(lm.model.decoder, lm.config.cross_layers, padded)
+        parts.append([np.asarray(x)[: len(batch)] for x in taps])
+    return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
+
+
+_encode = jax.jit(encode_taps, static_argnums=1)

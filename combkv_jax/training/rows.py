@@ -1,0 +1,221 @@
+"""Rows of a training batch: questions and text, and which history each token sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from combkv_jax.training.facts import CHAT, Told
+from combkv_jax.training.pool import AFTER, GROUP, Pool
+
+MOST_HISTORIES = 8  # of one row
+
+
+class Bucket(NamedTuple):
+    """A shape of rows. chunks: places for history; tokens: for questions and text. share: how
+    often it is drawn, relative to the others."""
+
+    chunks: int
+    tokens: int
+    share: float
+
+
+BUCKETS = (
+    Bucket(16, 448, 0.5),
+    Bucket(64, 448, 0.4),
+    Bucket(176, 256, 0.1),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """One row, T tokens and A answers, ready to be stacked with others of its bucket.
+
+    chunks: pool chunks laid end to end. sinks: int32 [MOST_HISTORIES, sink_tokens], the first
+    tokens of each history. ids, position, start: int32 [T]; token t sees `start[t] <= s <= t`.
+    history: which history it sees, of the chunks `first <= c < last`, int32 [T] each.
+    column, target: int32 [A], the token that predicts each answer token, and that token. weight:
+    float32 [A], its part of the loss. question: int32 [A], -1 for text and -2 for padding.
+    """
+
+    chunks: np.ndarray
+    sinks: np.ndarray
+    ids: np.ndarray
+    position: np.ndarray
+    start: np.ndarray
+    history: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    column: np.ndarray
+    target: np.ndarray
+    weight: np.ndarray
+    question: np.ndarray
+
+
+Piece = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are to be predicted
+
+
+class RowBuilder:
+    """Lays pieces of several histories out in one row.
+
+    chunk_size: position of the first recent token. sink_tokens: of each history.
+    """
+
+    def __init__(self, bucket: Bucket, chunk_size: int, sink_tokens: int):
+        self.bucket, self.chunk_size = bucket, chunk_size
+        self.chunks: list[int] = []
+        self.sinks = np.zeros((MOST_HISTORIES, sink_tokens), np.int32)
+        self.histories = 0
+        tokens = bucket.tokens
+        self.ids, self.position = np.zeros((2, tokens), np.int32)
+        self.start = np.arange(tokens, dtype=np.int32)  # a padding token sees itself alone
+        self.history, self.first = np.zeros((2, tokens), np.int32)
+        self.last = np.ones(tokens, np.int32)  # and the first chunk, since it must see one
+        self.used = 0
+        self.answers: list[tuple[int, int, int]] = []  # column, target, question
+        self.questions = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.bucket.tokens - self.used
+
+    def add_history(self, chunks: Sequence[int], sinks: np.ndarray) -> None:
+        """What the segments added from now on see: pool chunks in this order, and the first
+        tokens of the first one."""
+        self.sinks[self.histories] = sinks
+        self.histories += 1
+        self.sees = (self.histories - 1, len(self.chunks), len(self.chunks) + len(chunks))
+        self.chunks += chunks
+
+    def add_segment(self, pieces: Sequence[tuple[np.ndarray, np.ndarray, bool]]) -> None:
+        """Texts one behind the other, each (prompt, answer, is_text), seeing what is before."""
+        begin = self.used
+        for prompt, answer, is_text in pieces:
+            number = -1 if is_text else self.questions
+            self.questions += not is_text
+            tokens = np.concatenate([prompt, answer])
+            place = slice(self.used, self.used + len(tokens))
+            self.ids[place], self.start[place] = tokens, begin
+            self.history[place], self.first[place], self.last[place] = self.sees
+            at = self.used + len(prompt) - 1
+            self.answers += [(at + i, token, number) for i, token in enumerate(answer)]
+            self.used += len(tokens)
+        self.position[begin : self.used] = self.chunk_size + np.arange(self.used - begin)
+
+    def finish(self, text_weight: float) -> Row:
+        """The row. text_weight: what the text's mean loss counts beside the questions'."""
+        column, target, question = np.array(self.answers, np.int32).reshape(-1, 3).T
+        weight = np.zeros(len(question), np.float32)
+        for which, share in ((question >= 0, 1.0), (question == -1, text_weight)):
+            weight[which] = share / max(which.sum(), 1)
+        pad = (0, self.bucket.tokens - len(question))
+        chunks = self.chunks + [0] * (self.bucket.chunks - len(self.chunks))
+        return Row(
+            np.array(chunks, np.int32),
+            self.sinks,
+            self.ids,
+            self.position,
+            self.start,
+            self.history,
+            self.first,
+            self.last,
+            np.pad(column, pad),
+            np.pad(target, pad),
+            np.pad(weight, pad),
+            np.pad(question, pad, constant_values=-2),
+        )
+
+
+class Asker:
+    """Facts to tokens. encode: text -> ids; chat: a user's message -> ids up to the reply, or
+    None for a model without a chat format."""
+
+    def __init__(self, encode: Callable, chat: Callable | None):
+        self.encode, self.chat = encode, chat
+
+    def __call__(
+        self, fact: Told, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """(prompt, answer, False) for the row builder, in any phrasing; without `rng` as it was
+        told. The answer has the space before the value too."""
+        if rng is not None and self.chat is not None and rng.random() < 0.06:
+            prompt = self.chat(CHAT.format(n=fact.noun, s=fact.subject))
+            return prompt, np.asarray(self.encode(fact.value), np.int32), False
+        frame = fact.frame if rng is None else fact.phrasing(rng)
+        asked = f" {fact.asked(frame)}"
+        prompt = self.encode(asked)
+        whole = self.encode(f"{asked} {fact.value}")
+        same = int(np.argmin([*(a == b for a, b in zip(prompt, whole, strict=False)), False]))
+        return np.asarray(whole[:same], np.int32), np.asarray(whole[same:], np.int32), False
+
+
+def draw_row(
+    rng: np.random.Generator, pool: Pool, bucket: Bucket, ask: Asker, text_weight: float
+) -> Row:
+    """A row of one to MOST_HISTORIES histories of one length, log-uniform up to what the bucket
+    and the pool hold."""
+    config = pool.lm.config
+    most = min(bucket.chunks, GROUP * len(pool.filled))
+    length = int(round(np.exp(rng.uniform(0, np.log(most)))))
+    count = min(bucket.chunks // length, MOST_HISTORIES)
+    row = RowBuilder(bucket, config.chunk_size, config.sink_tokens)
+    for index in range(count):
+        chunks, group = draw_history(rng, pool, length)
+        row.add_history(chunks, pool.ids[chunks[0], : config.sink_tokens])
+        share = row.room // (count - index)
+        facts = askable(pool, chunks)
+        rng.shuffle(facts)
+        end = row.used + share
+        # Sometimes the newest text stands in front of the questions, as it does in use.
+        if index == 0 and rng.random() < 0.6:
+            text = group.after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
+            pieces = [(text[:1], text[1:], True)]
+            pieces += [ask(fact, rng) for fact in facts[: rng.integers(4)]]
+            while sum(len(p) + len(a) for p, a, _ in pieces) > row.room:
+                pieces.pop()
+            row.add_segment(pieces)
+        for fact in facts + facts:
+            piece = ask(fact, rng)
+            if row.used + len(piece[0]) + len(piece[1]) <= end:
+                row.add_segment([piece])
+            elif row.used + 16 > end:
+                break
+    return row.finish(text_weight)
+
+
+def draw_history(rng: np.random.Generator, pool: Pool, length: int):
+    """`length` pool chunks in any order, among them pages right before a group's next text, and
+    that group. Full of facts, or mostly plain text, or both."""
+    filled = pool.filled
+    dense = [slot for slot in filled if pool.groups[slot].dense]
+    sparse = [slot for slot in filled if not pool.groups[slot].dense]
+    kind = rng.random()
+    slots = (dense if kind < 0.5 else sparse if kind < 0.75 else filled) or filled
+    slot = slots[rng.integers(len(slots))]
+    end = (slot + 1) * GROUP
+    own = list(range(end - min(length, GROUP), end))
+    # Where one kind does not suffice, the rest is of the other.
+    others = [s for s in slots if s != slot]
+    rest = [s for s in filled if s not in slots]
+    rng.shuffle(others)
+    rng.shuffle(rest)
+    more = [s * GROUP + i for s in others + rest for i in range(GROUP)][: length - len(own)]
+    if sparse and 0.5 <= kind < 0.75 and dense and rng.random() < 0.5:
+        # One chunk full of facts among plain text.
+        own[rng.integers(len(own))] = int(rng.choice(dense)) * GROUP + int(rng.integers(GROUP))
+    chunks = own + more
+    rng.shuffle(chunks)
+    return chunks, pool.groups[slot]
+
+
+def askable(pool: Pool, chunks: Sequence[int]) -> list[Told]:
+    """The facts in these chunks whose noun and subject no other of them has."""
+    found: dict[tuple[str, str], list[Told]] = {}
+    for chunk in chunks:
+        for fact in pool.groups[chunk // GROUP].facts[chunk % GROUP]:
+            found.setdefault(fact.key, []).append(fact)
+    return [facts[0] for facts in found.values() if len(facts) == 1]
