@@ -49,7 +49,7 @@ def keys_values(
 
 def flatten_heads(x: jax.Array) -> jax.Array:
     """[B, T, H, D] -> [B, T, H * D]."""
-    return x.reshape(*x.shape[:2], -1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 class SelfAttention(nnx.Module):

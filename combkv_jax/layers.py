@@ -83,7 +83,7 @@ class MLP(nnx.Module):
 def project_heads(linear: Linear, x: jax.Array, head_dim: int) -> jax.Array:
     """`linear(x)` cut into heads: [B, T, D] -> [B, T, heads, head_dim]."""
     y = linear(x)
-    return y.reshape(*y.shape[:-1], -1, head_dim)
+    return y.reshape(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
 
 
 def rotary_frequencies(config: LlamaConfig) -> jax.Array:

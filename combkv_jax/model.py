@@ -104,7 +104,7 @@ class CombLlama(nnx.Module):
         positions = index - start
         recent = Packed(start, index + 1)
         entries: list = [recent] * self.config.text.num_hidden_layers
-        if "chunk_ids" in batch and self.config.cross_layers:
+        if np.size(batch.get("chunk_ids", ())) and self.config.cross_layers:
             history = self._packed_history(batch, sample)
             positions = positions + self.recent_offset(history.count)
             entries = [history.entry(i, recent) for i in range(len(entries))]

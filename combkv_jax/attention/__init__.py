@@ -46,6 +46,8 @@ def attention(
         known = ", ".join(IMPLEMENTATIONS)
         raise RequestError(f"attention implementation {implementation!r} is not one of {known}.")
     batch, length, heads, dim = query.shape
+    if not query.size or not key.shape[2]:  # nobody asks, or there is nothing to see
+        return Attended(jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
     bounds = [jnp.broadcast_to(b, (batch, length)) for b in (start, end)]
     if key.shape[0] == 1 < batch:  # fold the rows into one, so that the shared source is read once
         query = query.reshape(1, batch * length, heads, dim)
