@@ -297,6 +297,6 @@ PRESETS = {
     "smollm2-135m": Preset(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         chunk_size=384,
-        cross_layers=(0, 7, 8, 14, 17, 18, 23),
+        cross_layers=(0, 5, 7, 8, 17, 18, 23),
     ),
 }

@@ -97,7 +97,7 @@ def haystack(encode: Encode, num_tokens: int, fact: Fact, depth: float) -> np.nd
         raise RequestError(f"depth is {depth}; it lies between 0 and 1.")
     room, sentences, borders = num_tokens - len(needle), [], [0]
     while borders[-1] < room:
-        for sentence in _sentences(encode, bundled_text()):
+        for sentence in text_sentences(encode, bundled_text()):
             sentences.append(sentence)
             borders.append(borders[-1] + len(sentence))
             if borders[-1] >= room:
@@ -184,7 +184,7 @@ def text_cases(
     return out
 
 
-def _sentences(encode: Encode, text: str) -> Iterator[np.ndarray]:
+def text_sentences(encode: Encode, text: str) -> Iterator[np.ndarray]:
     """Token ids of each sentence, its leading white space with it."""
     for sentence in _SENTENCE.finditer(text):
         yield np.asarray(encode(sentence[0]), np.int32)
@@ -201,7 +201,7 @@ _SENTENCE = re.compile(
 @functools.lru_cache(maxsize=4)
 def book_sentences(encode: Encode, role: str) -> list[np.ndarray]:
     """Token ids of each sentence of the role's books, in order."""
-    return list(_sentences(encode, bundled_text(*BOOKS[role])))
+    return list(text_sentences(encode, bundled_text(*BOOKS[role])))
 
 
 def _pages(

@@ -6,6 +6,7 @@ embedding) in memory. This is the only file that knows orbax.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -20,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from combkv_jax.config import CombConfig
+from combkv_jax.console import note
 from combkv_jax.errors import RequestError
 from combkv_jax.weights.source import (
     BLOCK_BYTES,
@@ -170,3 +172,54 @@ def open_native(folder: Path, config: CombConfig) -> Source:
         tokenizer=lambda: folder_tokenizer(folder),
         write_tokenizer=lambda target: copy_tokenizer(folder, target),
     )
+
+
+class TrainingCheckpoints:
+    """What a training run needs to go on: (step, tree of arrays), the newest `keep` of them.
+
+    Written in the background and renamed when complete, so that a kill at any moment leaves the
+    ones before. A failed save, such as on a full disk, is said and the run goes on.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def save(self, step: int, tree) -> None:
+        """Begins to save; the arrays may be donated as soon as this returns."""
+        if step == self.manager.latest_step():
+            return
+        with self._said():
+            # Real copies: on a CPU a view of a donated array would change under the writer.
+            leaves = {f"{i:05}": np.array(x) for i, x in enumerate(jax.tree.leaves(tree))}
+            self.manager.save(step, args=ocp.args.StandardSave(leaves))
+
+    def restore(self, like):
+        """(step, tree) of the newest checkpoint with the structure and places of `like`; None when
+        there is none. Raises RequestError when it is of another model."""
+        step = self.manager.latest_step()
+        if step is None:
+            return None
+        leaves, structure = jax.tree.flatten(like)
+        abstract = {
+            f"{i:05}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for i, x in enumerate(leaves)
+        }
+        with plain_errors(self.folder / str(step), "checkpoint of this run"):
+            restored = self.manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return step, jax.tree.unflatten(structure, [restored[name] for name in abstract])
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        with self._said():
+            self.manager.wait_until_finished()
+        self.manager.close()
+
+    @contextlib.contextmanager
+    def _said(self):
+        try:
+            yield
+        except Exception as error:  # orbax and tensorstore raise what they like on a full disk
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            note(f"A checkpoint in {self.folder} was not written: {reason[:200]}")
