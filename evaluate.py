@@ -1,4 +1,4 @@
-"""Measures a model: which layers should keep the compressed history, and how good a choice is."""
+"""Measures a model: what it recalls, which layers should keep the history, how good a choice is."""
 
 from __future__ import annotations
 
@@ -50,6 +50,20 @@ def _parser() -> console.Parser:
         metavar="LIST",
         help="judge these layers too, such as 0,7,14 (default: the model's own)",
     )
+    parser.add_argument(
+        "--recall",
+        nargs="*",
+        type=console.positive_int,
+        metavar="TOKENS",
+        help="exact recall from histories of these lengths (default: 4096 32768 131072), and how "
+        "well novels go on behind 4k tokens",
+    )
+    parser.add_argument(
+        "--questions", type=console.positive_int, default=25, help="of each history (25)"
+    )
+    parser.add_argument(
+        "--histories", type=console.positive_int, default=4, help="of each length (4)"
+    )
     parser.add_argument("--chunk-size", type=console.positive_int, help="default: the model's own")
     parser.add_argument(
         "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
@@ -58,15 +72,20 @@ def _parser() -> console.Parser:
 
 
 def _main(args: argparse.Namespace) -> None:
-    if args.select_layers is None and args.measure_layers is None:
-        raise RequestError("Give --select-layers, --measure-layers or both.")
+    choosing = args.select_layers is not None or args.measure_layers is not None
+    if choosing == (args.recall is not None):
+        raise RequestError("Give --recall, or one or both of --select-layers and --measure-layers.")
     if args.report.exists() and not args.report.is_dir():
         raise RequestError(f"{args.report} is not a folder; choose another for --report.")
     console.prepare_jax()
     from combkv_jax import load
-    from combkv_jax.evaluation import report
+    from combkv_jax.evaluation import recall, report
 
     model = load(args.model)
+    if args.recall is not None:
+        lengths = tuple(args.recall or recall.LENGTHS)
+        recall.report(model, lengths, args.histories, args.questions, args.report)
+        return
     config = report.decoder_form(model, args.chunk_size)
     given = {} if args.measure_layers is None else report.named(config, args.measure_layers)
     choices, folder, best = {}, None, ()
@@ -78,7 +97,7 @@ def _main(args: argparse.Namespace) -> None:
     report.judge(model, config, choices | given, args.report)
     listed = ",".join(map(str, best))
     if folder is not None:
-        report.store(folder, best)
+        report.store(folder, best, config.chunk_size)
         print(f"{folder} now keeps the history in layers {listed}.")
     elif best:
         print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")

@@ -53,6 +53,10 @@ def main(args) -> None:
         raise RequestError("the prompt is empty; ask something.")
     if sum(map(bool, (args.prompt, args.batch, args.chat))) > 1:
         raise RequestError("--prompt, --batch and --chat exclude each other; give one.")
+    if args.dtype not in (None, "float32", "bfloat16"):
+        raise RequestError(f"dtype {args.dtype!r} is not one of float32, bfloat16.")
+    if args.chat and args.json:
+        raise RequestError("--chat has no figures for --json; give one of them.")
     if args.chat and args.cache != "comb":
         raise RequestError(f"--chat works with --cache comb, not {args.cache}.")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -78,10 +82,11 @@ def main(args) -> None:
     if args.chat:
         return chat(lm, context, sampling, args)
     if prompts != [None]:
+        begins = not len(context)
         if not args.raw:
-            ids = [lm.chat_tokens([{"role": "user", "content": p}]) for p in prompts]
+            ids = [lm.chat_tokens([{"role": "user", "content": p}], begins=begins) for p in prompts]
         else:
-            ids = [lm.tokens(p) for p in prompts]
+            ids = [lm.tokens(p, special=begins) for p in prompts]
         question = inference.Question(ids)
     elif question is None:
         raise RequestError("--context needs a question: give --prompt, --batch or --chat.")

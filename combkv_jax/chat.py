@@ -98,11 +98,14 @@ class ChatSession:
         render = tokenizer.apply_chat_template
         text = render(messages, tokenize=False, add_generation_prompt=True)
         if not self.messages:
-            return self.lm.tokens(text)
+            return (
+                self.lm.without_bos(self.lm.tokens(text)) if self.history else self.lm.tokens(text)
+            )
         # The last reply is there as it was drawn; what closes it and all behind it is new.
-        before, reply = render(self.messages, tokenize=False), self.messages[-1]["content"].strip()
-        place = before.rfind(reply) if reply else -1
-        tokens = self.lm.tokens(text[len(before) if place < 0 else place + len(reply) :])
+        opening = render(self.messages[:-1], tokenize=False, add_generation_prompt=True)
+        reply = self.messages[-1]["content"].strip()
+        place = text.find(reply, len(opening))
+        tokens = self.lm.tokens(text[max(place, len(opening)) + len(reply) :])
         drawn = self.turns[-1][-1]
         return tokens[1:] if drawn in self.lm.stop_tokens() and tokens[0] == drawn else tokens
 

@@ -53,6 +53,10 @@ def compress(
         bad = next(n for n in lengths if not 0 < n <= config.chunk_size)
         raise RequestError(f"a chunk has {bad} tokens; 1 to {config.chunk_size} can be encoded.")
     before = np.zeros(len(rows), np.int32) if history is None else np.asarray(history.count)
+    if len(before) != len(rows):
+        raise RequestError(
+            f"the history has {len(before)} rows and {len(rows)} are to be appended."
+        )
     count = before + np.array([sum(map(len, row)) for row in rows], np.int32)
     if not count.any():
         raise RequestError("the history has no tokens; at least one is needed.")
@@ -78,7 +82,8 @@ def _batches(rows, before, width, chunk_batch):
         for chunk in chunks:
             jobs.append((row, offset, np.asarray(chunk, np.int32)))
             offset += len(chunk)
-    size = chunk_batch or max(1, min(BATCH_TOKENS // width, 1 << (len(jobs) - 1).bit_length()))
+    size = chunk_batch or max(1, BATCH_TOKENS // width)
+    size = min(size, 1 << max(len(jobs) - 1, 0).bit_length())
     for first in range(0, len(jobs), size):
         ids = np.zeros((size, width), np.int32)
         lengths, row, offset = np.zeros((3, size), np.int32)
@@ -118,21 +123,32 @@ def _sinks(model: CombLlama, rows, history: History | None) -> dict[int, Chunks]
     width = config.sink_tokens
     if config.is_original or not width:
         return {}
-    if history is not None:
-        kept = zip(history.layers, history.kept, strict=True)
-        return {i: chunks for i, (chunks, is_kept) in enumerate(kept) if not is_kept}
     ids = np.zeros((len(rows), width), np.int32)
     length = np.zeros(len(rows), np.int32)
     for i, row in enumerate(rows):
-        if len(row):
+        if len(row) and (history is None or not history.count[i]):
             length[i] = len(row[0])
             ids[i, : min(width, length[i])] = row[0][:width]
+    old = {}
+    if history is not None:
+        kept = zip(history.layers, history.kept, strict=True)
+        old = {i: chunks for i, (chunks, is_kept) in enumerate(kept) if not is_kept}
+        if not length.any():
+            return old
     start = jnp.zeros((len(rows), 1), jnp.int32)
     end = jnp.minimum(jnp.asarray(length), width)[:, None]
-    return {
+    new = {
         i: Chunks(key, value, start, end)
         for i, (key, value) in _encode_sinks(model, ids, length).items()
     }
+    if not old:
+        return new
+    begins = length > 0  # rows whose history begins here; the others keep what they have
+
+    def choose(a, b):
+        return jnp.where(begins.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return {i: jax.tree.map(choose, new[i], old[i]) for i in new}
 
 
 @jax.jit

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from combkv_jax.errors import RequestError
 
+MOST_CHUNK_TOKENS = 2**20
+MOST_SINK_TOKENS = 1024
 FORMAT_VERSION = 1  # of native folders; raised when an older reader would misread a newer folder
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r}; it must be a whole number.")
+
+
+def _check_numbers(config: RopeScaling | LlamaConfig) -> None:
+    """Raises RequestError unless every int and float field is such a number, and positive."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int":
+            _check_whole(field.name, value)
+        elif field.type != "float":
+            continue
+        elif not isinstance(value, int | float) or isinstance(value, bool):
+            raise RequestError(f"{field.name} is {value!r}; it must be a number.")
+        if not 0 < value < math.inf:
+            raise RequestError(f"{field.name} is {value}; it must be positive and finite.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +43,14 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self):
+        _check_numbers(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise RequestError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +75,7 @@ class LlamaConfig:
     tie_word_embeddings: bool
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float") and not value > 0:
-                raise RequestError(f"{field.name} is {value}; it must be positive.")
+        _check_numbers(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise RequestError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -146,6 +173,12 @@ class CombConfig:
                 f"encoder {self.encoder!r} with gate {self.gate!r} is no known form; use {known}."
             )
         layers = self.cross_layers
+        wholes = [("chunk_size", self.chunk_size), ("sink_tokens", self.sink_tokens)]
+        wholes += [("a cross layer", i) for i in layers]
+        if self.chunk_token_index is not None:
+            wholes.append(("chunk_token_index", self.chunk_token_index))
+        for name, value in wholes:
+            _check_whole(name, value)
         if list(layers) != sorted(set(layers)) or any(
             not 0 <= i < self.text.num_hidden_layers for i in layers
         ):
@@ -153,10 +186,13 @@ class CombConfig:
                 f"cross layers {list(layers)} must be ascending, without repeats, and within "
                 f"0..{self.text.num_hidden_layers - 1}."
             )
-        if self.chunk_size < 1 or self.sink_tokens < 0:
+        if not 1 <= self.chunk_size <= MOST_CHUNK_TOKENS:
             raise RequestError(
-                f"chunk_size {self.chunk_size} must be positive and sink_tokens "
-                f"{self.sink_tokens} not negative."
+                f"chunk_size is {self.chunk_size}; it must be within 1..{MOST_CHUNK_TOKENS}."
+            )
+        if not 0 <= self.sink_tokens <= MOST_SINK_TOKENS:
+            raise RequestError(
+                f"sink_tokens is {self.sink_tokens}; it must be within 0..{MOST_SINK_TOKENS}."
             )
 
     @property
@@ -247,14 +283,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{folder} has no config.json.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {error}.") from None
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; a JSON object is expected.")
     return config
 
 
-# The shapes of Llama-3.1-8B, so that it can be planned for without the hub.
+# Shapes of published models, so that they can be planned for without the hub.
 LLAMA_3_1_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -270,13 +306,29 @@ LLAMA_3_1_8B = LlamaConfig(
     tie_word_embeddings=False,
 )
 
+SMOLLM2_135M = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=100000.0,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
     """A published model: where it comes from and what was measured for it.
 
     cross_layers: the measured list, or None while nobody has measured it.
-    text: the decoder's shapes, where planning should work without the hub.
+    text: the decoder's shapes, where planning should work without the hub; with a measured list,
+        a folder or file of the same model is known by them, whatever it is called.
     """
 
     hub_id: str
@@ -298,5 +350,6 @@ PRESETS = {
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         chunk_size=384,
         cross_layers=(0, 5, 7, 8, 17, 18, 23),
+        text=SMOLLM2_135M,
     ),
 }

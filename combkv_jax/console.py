@@ -108,6 +108,7 @@ def prepare_jax() -> None:
         "jax_compilation_cache_dir": str(Path.home() / ".cache" / "combkv_jax"),
         # JAX's own threshold of one second would leave the cache empty for small models.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_compilation_cache_max_size": 2 * 2**30,  # bytes; the least used programs go first
     }
     for name, value in settings.items():
         if name.upper() not in os.environ:

@@ -176,12 +176,13 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: LlamaConfig):
         self.config = config
-        vocab = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = Linear(*reversed(vocab), ("vocab", None))
+        sizes = (config.hidden_size, config.vocab_size)
+        # Divided by columns: looking a token up must not gather the table from every device.
+        self.embed_tokens = Linear(*sizes, (None, "hidden"))
         self.layers = nnx.List([DecoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(*reversed(vocab), ("vocab", None))
+            self.lm_head = Linear(*sizes, ("vocab", None))
 
     def embed(self, ids: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
         return self.embed_tokens.weight[...][ids]

@@ -34,10 +34,12 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature is {self.temperature}; it must be 0 or more.")
-        if self.top_k < 0:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
+        if not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 (off) or a count of tokens.")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+        if not 0 <= self.seed < 2**32:
+            raise RequestError(f"seed is {self.seed}; it must lie in 0..{2**32 - 1}.")
 
 
 @jax.tree_util.register_dataclass
@@ -102,10 +104,10 @@ class SamplingState:
 Borrowed = tuple[Comb | None, ...]
 
 
-@functools.partial(jax.jit, donate_argnames=("changed", "logits"))
-def _prefill(model: CombLlama, changed: Cache, borrowed: Borrowed, logits, ids, lengths):
-    new, cache = model.prefill(changed.join(borrowed), ids, lengths)
-    return jnp.where(lengths[:, None] > 0, new, logits), cache.split()[0]
+@functools.partial(jax.jit, donate_argnames="changed")
+def _prefill(model: CombLlama, changed: Cache, borrowed: Borrowed, ids, lengths):
+    logits, cache = model.prefill(changed.join(borrowed), ids, lengths)
+    return logits, cache.split()[0]
 
 
 @jax.jit
@@ -124,8 +126,10 @@ _decode = jax.jit(decode, donate_argnames="state")
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="state")
 def _decode_all(model, state, borrowed, draw, stop, limit, room):
-    """Steps until every row has ended or `limit` tokens are drawn: tokens [B, room], the state."""
-    out = jnp.zeros((state.token.shape[0], room), jnp.int32).at[:, 0].set(state.token)
+    """Steps until every row has ended or `limit` tokens are drawn: tokens [B, room], each where it
+    stands among those drawn, and the state."""
+    out = jnp.zeros((state.token.shape[0], room), jnp.int32)
+    out = out.at[:, state.drawn - 1].set(state.token)
 
     def more(carry):
         state, _ = carry
@@ -151,12 +155,13 @@ def prefill(
     compile anew.
     """
     lengths = np.array([len(p) for p in prompts])
+    if not lengths.size:
+        raise RequestError("there are 0 prompts; at least one is needed.")
     if not lengths.all():
         raise RequestError("a prompt has no tokens; at least one is needed.")
     longest = int(lengths.max())
     changed, borrowed = cache.split()
-    shape = (len(prompts), model.config.text.vocab_size)
-    logits = jnp.zeros(shape, jnp.float32, device=changed.position.sharding)
+    logits = None
     width = min(SEGMENT, max(16, 1 << (longest - 1).bit_length()))
     for first in range(0, longest, width):
         ids = np.zeros((len(prompts), width), np.int32)
@@ -164,7 +169,8 @@ def prefill(
             part = prompt[first : first + width]
             ids[row, : len(part)] = part
         part = np.clip(lengths - first, 0, width).astype(np.int32)
-        logits, changed = _prefill(model, changed, borrowed, logits, ids, part)
+        new, changed = _prefill(model, changed, borrowed, ids, part)
+        logits = new if logits is None else jnp.where(part[:, None] > 0, new, logits)
     return logits, changed.join(borrowed)
 
 
@@ -194,7 +200,8 @@ def new_cache(
 
 @dataclasses.dataclass
 class Generation:
-    """A generation under way: iterate for the tokens of each step, [B] at a time.
+    """A generation under way: iterate for the tokens of each step, [B] at a time, or `run` it;
+    either may follow some steps of the other, and begins with the newest token.
 
     After it ends, `cache` holds every token but the last drawn one, and can be asked further.
     """
@@ -240,26 +247,26 @@ class Generation:
         return self.state.cache.join(self.borrowed)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yields the tokens int32 [B] of each step, ended rows repeating their last."""
+        """Yields the newest tokens int32 [B] after each step, ended rows repeating their last."""
         yield np.asarray(self.state.token)
-        for _ in range(1, self.limit):
-            if bool(np.all(self.state.done)):
-                return
+        while int(self.state.drawn) < self.limit and not np.all(self.state.done):
             self.state = _decode(self.model, self.state, self.borrowed, self.draw, self.stop)
             yield np.asarray(self.state.token)
 
     def run(self) -> list[list[int]]:
-        """All of it in one compiled loop: the tokens of each row, up to and with its stop token."""
-        out, self.state = _decode_all(
-            self.model,
-            self.state,
-            self.borrowed,
-            self.draw,
-            self.stop,
-            jnp.int32(self.limit),
-            bucket(self.limit),
-        )
-        drawn = np.asarray(out)[:, : int(self.state.drawn)]
+        """The rest in one compiled loop: the tokens of each row, up to and with its stop token."""
+        before = int(self.state.drawn) - 1
+        out = self._run(self.limit)
+        drawn = np.asarray(out)[:, before : int(self.state.drawn)]
         ends = np.isin(drawn, np.asarray(self.stop))
         last = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, drawn.shape[1])
         return [row[:n].tolist() for row, n in zip(drawn, last, strict=True)]
+
+    def warm_up(self) -> None:
+        """Compiles what `run` needs, so that `run` can be timed."""
+        self._run(0)
+
+    def _run(self, limit: int) -> jax.Array:
+        rest = (self.borrowed, self.draw, self.stop, jnp.int32(limit), bucket(self.limit))
+        out, self.state = _decode_all(self.model, self.state, *rest)
+        return out

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from combkv_jax import console
-from combkv_jax.cache import POLICIES, History, nbytes
+from combkv_jax.cache import POLICIES, History, full_cache_bytes, nbytes
 from combkv_jax.chunking import split_history
+from combkv_jax.compress import compress
 from combkv_jax.config import PRESETS, CombConfig, every_fourth
 from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import tasks
@@ -68,8 +69,9 @@ def read_text(path: str | Path) -> str:
     if path.is_dir():
         raise RequestError(f"{path} is a directory; a UTF-8 text file is needed.")
     try:
-        size = path.stat().st_size
-        text = path.read_bytes().decode("utf-8") if size <= MOST_FILE_BYTES else None
+        with path.open("rb") as file:  # also of what has no size, such as a pipe
+            content = file.read(MOST_FILE_BYTES + 1)
+        text = content.decode("utf-8") if len(content) <= MOST_FILE_BYTES else None
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8 text."
@@ -78,7 +80,7 @@ def read_text(path: str | Path) -> str:
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{path} cannot be read: {reason}.") from None
     if text is None:
-        raise RequestError(f"{path} has {size} bytes; at most {MOST_FILE_BYTES} are read.")
+        raise RequestError(f"{path} has more than {MOST_FILE_BYTES} bytes, the most that is read.")
     if not text.strip():
         raise RequestError(f"{path} is empty; a text is needed.")
     return text
@@ -88,13 +90,13 @@ def read_prompts(path: str | Path) -> list[str]:
     """The prompts of a --batch file: one a line, or JSON lines {"prompt": ...} in a .jsonl file.
     Blank lines are left out. Raises RequestError naming the line that cannot be read."""
     prompts = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         if Path(path).suffix == ".jsonl":
             try:
                 line = json.loads(line)["prompt"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, RecursionError, KeyError, TypeError):
                 line = None
             if not isinstance(line, str) or not line.strip():
                 raise RequestError(f'{path} line {number} is not a JSON object {{"prompt": text}}.')
@@ -135,9 +137,8 @@ def answer(
     if cache == "comb" and len(context):
         chunks, recent = split_history(context, window, lm.config.chunk_size)
         if chunks:
-            old = context[: len(context) - len(recent)]
-            with console.progress(len(old), "Compressing") as advance:
-                history = lm.compress(old, chunk_batch=chunk_batch, progress=advance)
+            with console.progress(sum(map(len, chunks)), "Compressing") as advance:
+                history = compress(lm.model, [chunks], chunk_batch=chunk_batch, progress=advance)
             jax.block_until_ready(history)
             compress_seconds = time.perf_counter() - begin
     prompts = [np.concatenate([recent, prompt]) for prompt in question.prompts]
@@ -157,14 +158,12 @@ def answer(
     if len(prompts) == 1:
         texts, new_tokens, rate = _stream(lm, run, show)
     else:
+        run.warm_up()
         start = time.perf_counter()
         rows = run.run()
         new_tokens = sum(map(len, rows))
         rate = (new_tokens - len(rows)) / (time.perf_counter() - start) or None
         texts = [lm.text(row) for row in rows]
-    text_config, count = lm.config.text, len(prompts)
-    token_bytes = 2 * text_config.num_hidden_layers * text_config.num_key_value_heads
-    token_bytes *= text_config.head_dim * lm.model.dtype.itemsize
     old = 0 if history is None else int(history.count[0])
     held = nbytes(run.cache)
     peak = console.peak_memory()
@@ -176,7 +175,9 @@ def answer(
         new_tokens=new_tokens,
         cache_bytes_device=held["device"],
         cache_bytes_host=held["host"],
-        full_cache_bytes=token_bytes * count * (old + longest + max_new_tokens),
+        full_cache_bytes=full_cache_bytes(
+            lm.config.text, len(prompts) * (old + longest + max_new_tokens), lm.model.dtype
+        ),
         compress_seconds=compress_seconds,
         seconds_to_first_token=first_token,
         prefill_tokens_per_second=total / first_token,

@@ -120,15 +120,26 @@ class LanguageModel:
             self.model, [chunks], history=history, chunk_batch=chunk_batch, progress=progress
         )
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+    def chat_tokens(
+        self, messages: Sequence[Mapping[str, str]], *, begins: bool = True
+    ) -> np.ndarray:
         """The tokens of a conversation and the opening of the next reply, by the tokenizer's chat
-        template; the bare texts in order when it has none."""
+        template; the bare texts in order when it has none. begins: whether it begins the text, so
+        that a first token of the template stays."""
         if getattr(self._tokenizer(), "chat_template", None):
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-            return self.tokens(text)
-        return self.tokens("\n".join(m["content"] for m in messages))
+            tokens = self.tokens(text)
+            return tokens if begins else self.without_bos(tokens)
+        return self.tokens("\n".join(m["content"] for m in messages), special=begins)
+
+    def without_bos(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens without a first one that only begins a text."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        # Where one token opens every turn it is part of the format and stays.
+        opens_turns = np.count_nonzero(tokens == bos) > 1
+        return tokens[1:] if len(tokens) and tokens[0] == bos and not opens_turns else tokens
 
     def stop_tokens(self) -> list[int]:
         """Tokens that end a reply."""
@@ -155,7 +166,7 @@ class LanguageModel:
         The end token is not part of the text. Raises RequestError.
         """
         run = self.start(
-            [self.tokens(prompt)],
+            [self.tokens(prompt, special=history is None)],
             history,
             max_new_tokens=max_new_tokens,
             sampling=sampling,

@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from combkv_jax import generate, sharding
-from combkv_jax.cache import Chunks
+from combkv_jax.cache import Chunks, full_cache_bytes
 from combkv_jax.config import CombConfig
 from combkv_jax.console import GPU_MEMORY_FRACTION
 from combkv_jax.errors import RequestError
@@ -208,7 +208,7 @@ def plan_decode(
     # One row of the embedding is read, not the table; a tied head reads it all.
     looked_up = 0 if config.text.tie_word_embeddings else _nbytes(model.decoder.embed_tokens)
     chosen = find_gpu(gpu)
-    full = 2 * config.text.num_hidden_layers * (history + window) * _kv_bytes(config, dtype)
+    full = full_cache_bytes(config.text, history + window, dtype)
     split = placement.mesh.shape["tensor"] if "kv_heads" in placement.split else 1
     return Plan(
         gpu=chosen.device,
@@ -261,10 +261,6 @@ def _nbytes(tree: Any) -> int:
     """Bytes of abstract arrays on each device of their mesh."""
     leaves = jax.tree.leaves(tree)
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
-
-
-def _kv_bytes(config: CombConfig, dtype: Any) -> int:
-    return config.text.num_key_value_heads * config.text.head_dim * jnp.dtype(dtype).itemsize
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class Placement:
         leaves = jax.tree.leaves(cache)
         batch = max((leaf.shape[0] for leaf in leaves if leaf.ndim == 4), default=1)
         data = self.mesh.shape["data"]
-        if batch % data:
+        if batch > 1 and batch % data:
             raise RequestError(
                 f"a batch of {batch} cannot be divided over a data axis of {data}; "
                 f"{_listed(_divisors(batch))} would divide it."
@@ -103,7 +103,8 @@ class Placement:
         def place(leaf) -> NamedSharding:
             if leaf.ndim != 4:
                 return NamedSharding(self.mesh, P())
-            rows = "data" if leaf.shape[0] == batch else None
+            # An axis of one device is not named: steps return caches without it.
+            rows = "data" if data > 1 and leaf.shape[0] == batch > 1 else None
             return NamedSharding(self.mesh, P(rows, heads))
 
         return jax.tree.map(place, cache)

@@ -64,6 +64,17 @@ def test_a_reader_that_leaves_early_loses_nothing():
     assert [m["role"] for m in session.messages] == ["user", "assistant"] * 2
 
 
+@pytest.mark.parametrize("reply", ["d", "end", ">", "", " x "])
+def test_a_reply_that_looks_like_its_closing_tag_is_closed_all_the_same(reply):
+    lm = text.byte_model("lse", 47, max_position_embeddings=4096)
+    session = ChatSession(lm, window=200, max_new_tokens=10)
+    session.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}]
+    session.turns = [lm.tokens(f"<user>q<|im_end|><assistant>{reply}")]
+    added = session._next_tokens({"role": "user", "content": "next"})
+    tail = reply[len(reply.rstrip()) :]
+    assert lm.tokenizer.decode(added) == f"{tail}<|im_end|><user>next<|im_end|><assistant>"
+
+
 def test_what_cannot_be_sent_is_refused_and_forgotten():
     lm = text.byte_model("lse", 45, max_position_embeddings=4096)
     session = ChatSession(lm, window=60, max_new_tokens=10)

@@ -19,6 +19,8 @@ from combkv_jax.config import (
 from combkv_jax.errors import RequestError
 from tests import tiny
 
+SCALING = tiny.llama_config().to_hf()["rope_scaling"]
+
 
 @pytest.mark.parametrize("config", [LLAMA_3_1_8B, tiny.llama_config(rope_scaling=None)])
 def test_a_llama_comes_back_from_its_config_json(config):
@@ -65,6 +67,21 @@ def test_presets_fit_their_models():
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even one"),
         ({"vocab_size": 0}, "vocab_size is 0; it must be positive"),
+        ({"vocab_size": 97.5}, "vocab_size is 97.5; it must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a number"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be positive and finite"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; it must be positive and finite"),
+        ({"rope_scaling": SCALING | {"factor": 0}}, "factor is 0; it must be positive"),
+        ({"rope_scaling": SCALING | {"factor": "8"}}, "factor is '8'; it must be a number"),
+        (
+            {"rope_scaling": SCALING | {"low_freq_factor": 4.0}},
+            "high_freq_factor 4.0 must be above",
+        ),
+        (
+            {"rope_scaling": SCALING | {"original_max_position_embeddings": 64.5}},
+            "original_max_position_embeddings is 64.5; it must be a whole number",
+        ),
     ],
 )
 def test_what_is_no_llama_is_refused_in_words(changes, words):
@@ -79,7 +96,14 @@ def test_what_is_no_llama_is_refused_in_words(changes, words):
         ({"cross_layers": (2, 1)}, "must be ascending"),
         ({"cross_layers": (1, 1)}, "without repeats"),
         ({"cross_layers": (0, 3)}, "within 0..2"),
-        ({"chunk_size": 0}, "chunk_size 0 must be positive"),
+        ({"cross_layers": (0, 1.5)}, "a cross layer is 1.5; it must be a whole number"),
+        ({"chunk_size": 0}, "chunk_size is 0; it must be within 1"),
+        ({"chunk_size": 384.5}, "chunk_size is 384.5; it must be a whole number"),
+        ({"chunk_size": 10**12}, "chunk_size is 1000000000000; it must be within"),
+        ({"sink_tokens": -1}, "sink_tokens is -1; it must be within 0"),
+        ({"sink_tokens": 10**12}, "sink_tokens is 1000000000000; it must be within 0"),
+        ({"sink_tokens": "4"}, "sink_tokens is '4'; it must be a whole number"),
+        ({"chunk_token_index": "<c>"}, "chunk_token_index is '<c>'; it must be a whole number"),
     ],
 )
 def test_what_is_no_comb_model_is_refused_in_words(changes, words):

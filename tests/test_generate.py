@@ -76,6 +76,13 @@ def test_a_history_does_not_depend_on_how_it_was_made(form):
     first, second = [row[:2] for row in histories], [row[2:] for row in histories]
     made = [compress(model, histories, chunk_batch=n) for n in (1, 3, 8)]
     made.append(compress(model, second, history=compress(model, first)))
+    late = compress(model, [histories[0], []], history=compress(model, [[], histories[1]]))
+    sinks = [i for i, kept in enumerate(late.kept) if not kept and late.layers[i] is not None]
+    assert len(sinks) == (form == "lse")
+    for i in sinks:  # a row that begins later has its first tokens all the same
+        assert late.layers[i].end.tolist() == made[0].layers[i].end.tolist()
+        np.testing.assert_allclose(late.layers[i].key, made[0].layers[i].key, atol=1e-4)
+    made.append(late)
     want = [np.concatenate(row) for row in histories]
     encoded = tiny.run(model, packed(histories, draw(rng, 1, 1)))[1]
     borders = np.cumsum([0, *map(len, want)])
@@ -143,6 +150,25 @@ def test_a_generation_can_be_continued():
     assert first == whole[:5]
     # The newest token is not in the cache yet; it goes in front of whatever comes next.
     assert start(run.cache, np.array(first[-1:]), 7).run()[0] == whole[5:]
+
+
+def test_steps_and_the_fused_loop_may_follow_each_other():
+    rng = np.random.default_rng(24)
+    model = random_model("lse", rng)
+
+    def start():
+        cache = new_cache(model, 40)
+        logits, cache = prefill(model, cache, [np.array([3, 1, 4])])
+        return Generation.start(model, cache, logits, Sampling(1.0), [], 9)
+
+    whole = start().run()[0]
+    run = start()
+    steps = iter(run)
+    first = [int(next(steps)[0]) for _ in range(4)]
+    assert first == whole[:4]
+    run.warm_up()
+    assert run.run()[0] == whole[3:]  # from the newest token on
+    assert [int(t[0]) for t in run] == whole[-1:]  # and then there is nothing left
 
 
 def test_greedy_takes_the_likeliest():
@@ -250,6 +276,11 @@ def test_buckets_are_few_and_waste_at_most_an_eighth():
         (lambda m: compress(m, [[np.zeros(0, int)]]), "a chunk has 0 tokens"),
         (lambda m: prefill(m, new_cache(m, 8), [np.zeros(0, int)]), "a prompt has no tokens"),
         (lambda m: new_cache(m, 8, compress(m, [[np.ones(1, int)]] * 2), batch=3), "use 1 or 3"),
+        (lambda m: prefill(m, new_cache(m, 8), []), "there are 0 prompts"),
+        (lambda m: compress(m, [[], []], history=compress(m, [[np.ones(1, int)]])), "has 1 rows"),
+        (lambda m: new_cache(m, 8, policy="window"), "needs a window of at least 1"),
+        (lambda m: new_cache(m, 8, policy="window", options={"window": 0, "first": 0}), "at least"),
+        (lambda m: Sampling(seed=-1), "seed is -1"),
         (lambda m: Sampling(-1.0), "temperature is -1.0"),
         (lambda m: Sampling(float("nan")), "temperature is nan"),
         (lambda m: Sampling(1.0, top_k=-1), "top_k is -1"),

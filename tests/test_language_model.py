@@ -91,6 +91,27 @@ def test_stop_tokens_and_chat_template_are_the_tokenizer_s():
     assert bare.text(bare.chat_tokens([{"role": "user", "content": "hi"}])) == "hi"
 
 
+def test_a_first_token_begins_a_text_and_nothing_behind_it():
+    """With a tokenizer that puts one in front, as Llama 3's does."""
+    from tokenizers import processors
+
+    lm = text.byte_model("lse", 40)
+    lm.tokenizer.bos_token = "<|im_end|>"
+    lm.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        "<|im_end|> $A", special_tokens=[("<|im_end|>", 256)]
+    )
+    lm.tokenizer.chat_template = "<|im_end|>{{ messages[0]['content'] }}"
+    message = [{"role": "user", "content": "hi"}]
+    hi = lm.tokens("hi").tolist()
+    assert lm.tokens("hi", special=True).tolist() == [256, *hi]
+    assert lm.chat_tokens(message).tolist() == [256, *hi]
+    assert lm.chat_tokens(message, begins=False).tolist() == hi
+    history = lm.compress("a book")
+    assert int(history.count[0]) == 1 + len("a book")
+    whole = lm.start([np.array([256, *hi])], max_new_tokens=3).run()[0]
+    assert "".join(lm.generate("hi", max_new_tokens=3)) == lm.text(whole)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from combkv_jax.cache.base import CacheShape, LayerCache, nbytes, write
+from combkv_jax.cache.base import CacheShape, LayerCache, full_cache_bytes, nbytes, write
 from combkv_jax.cache.comb import Cache, Chunks, Comb, History, Packed
 from combkv_jax.cache.full import Full
 from combkv_jax.cache.window import Window
@@ -26,6 +26,7 @@ __all__ = [
     "Packed",
     "Window",
     "create_cache",
+    "full_cache_bytes",
     "nbytes",
     "write",
 ]

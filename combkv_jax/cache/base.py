@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from combkv_jax.attention import Attended
+from combkv_jax.config import LlamaConfig
 
 
 class LayerCache:
@@ -37,6 +38,10 @@ class LayerCache:
     def attend(self, query: jax.Array) -> Attended:
         """The newest token's query [B, 1, H, D] over everything kept."""
         raise NotImplementedError
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by place, {"device", "host"}."""
+        return nbytes(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,12 @@ def write(buffer: jax.Array, new: jax.Array, index: jax.Array, rows: jax.Array) 
     return buffer.at[place].set(
         new.swapaxes(1, 2).astype(buffer.dtype), mode="drop", unique_indices=True
     )
+
+
+def full_cache_bytes(config: LlamaConfig, tokens: int, dtype: Any) -> int:
+    """Bytes of the K/V of all layers for `tokens` tokens: what is compared with."""
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    return 2 * heads * config.head_dim * tokens * jnp.dtype(dtype).itemsize
 
 
 def nbytes(tree: Any) -> dict[str, int]:

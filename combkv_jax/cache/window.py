@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from combkv_jax.attention import Attended, attention, merge
 from combkv_jax.cache.base import CacheShape, LayerCache, write
+from combkv_jax.errors import RequestError
 from combkv_jax.layers import rotate
 
 
@@ -31,7 +32,12 @@ class Window(LayerCache):
 
     @classmethod
     def create(cls, shape: CacheShape) -> Window:
-        window, first = shape.options["window"], shape.options["first"]
+        window, first = (shape.options.get(name, -1) for name in ("window", "first"))
+        if window < 1 or first < 0:
+            raise RequestError(
+                f"the window cache was given {shape.options}; it needs a window of at least 1 and "
+                "a count of first tokens."
+            )
         return cls(
             shape.empty(first),
             shape.empty(first),

@@ -54,13 +54,15 @@ def native_folder(source: str | Path, model: LanguageModel) -> Path | None:
     return folder
 
 
-def store(folder: Path, layers: Sequence[int]) -> None:
-    """Rewrites a native folder whose history is untrained so that `layers` keep it: new copies of
-    their projections, everything else as it was. The old folder stays until the new is whole."""
+def store(folder: Path, layers: Sequence[int], chunk_size: int) -> None:
+    """Rewrites a native folder whose history is untrained so that `layers` keep it, in chunks
+    of `chunk_size`: new copies of their projections, everything else as it was. The old folder
+    stays until the new is whole."""
     opened = open_source(folder)
     decoder = {n: t for n, t in opened.tensors.items() if n.startswith("decoder.")}
     source = dataclasses.replace(opened, config=plain(opened.config.text), tensors=decoder)
-    config = dataclasses.replace(opened.config, cross_layers=tuple(layers))
+    changes = {"cross_layers": tuple(layers), "chunk_size": chunk_size}
+    config = dataclasses.replace(opened.config, **changes)
     planned = plan(source, config, None)
     layout = {name: (p.tensor.shape, p.dtype) for name, p in planned.items()}
     with staged(folder) as new:

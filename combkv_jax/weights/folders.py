@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from combkv_jax.config import read_config
 from combkv_jax.errors import RequestError
 
 SPARE_BYTES = 64 << 20  # config, tokenizer, metadata and file-system blocks on top of the weights
@@ -21,6 +22,7 @@ def check(target: Path, needed: int, overwrite: bool, source: Path) -> None:
     failure leaves the old one.
     """
     target, source = target.absolute(), source.resolve()
+    _put_back(target)
     if target.resolve() in (source, *source.parents):
         raise RequestError(f"{target} holds the source itself; choose another folder.")
     if target.exists() or target.is_symlink():
@@ -28,10 +30,10 @@ def check(target: Path, needed: int, overwrite: bool, source: Path) -> None:
             raise RequestError(f"{target} exists; choose another folder, or pass --overwrite.")
         if not target.is_dir() or target.is_symlink():
             raise RequestError(f"{target} is not a folder; choose another name.")
-        if any(target.iterdir()) and not (target / "config.json").is_file():
+        if any(target.iterdir()) and not _holds_model(target):
             raise RequestError(
-                f"{target} is not a model folder (no config.json), so it is not overwritten; "
-                "choose another name."
+                f"{target} is not a model folder (no config.json with a model_type), so it is not "
+                "overwritten; choose another name."
             )
     parent = _existing_parent(target)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -44,6 +46,25 @@ def check(target: Path, needed: int, overwrite: bool, source: Path) -> None:
         )
 
 
+def _holds_model(folder: Path) -> bool:
+    try:
+        return "model_type" in read_config(folder)
+    except RequestError:
+        return False
+
+
+def _old(target: Path) -> Path:
+    """Where `target` waits while another takes its place."""
+    return target.with_name(f".{target.name}.old")
+
+
+def _put_back(target: Path) -> None:
+    """Undoes the first of `staged`'s two renames where the second never came."""
+    old = _old(target)
+    if old.exists() and not target.exists():
+        old.rename(target)
+
+
 def _existing_parent(path: Path) -> Path:
     while not path.parent.exists():
         path = path.parent
@@ -54,12 +75,13 @@ def _existing_parent(path: Path) -> Path:
 def staged(target: Path) -> Iterator[Path]:
     """An empty folder beside `target` that takes its place, old content and all, at the end.
 
-    On an error nothing is left; after a kill a folder `.NAME.partial` may be, which the next
-    attempt removes. It has no config.json until all weights are in it, so nothing loads it.
+    On an error the old content is there as before. A kill may leave `.NAME.partial`, which the
+    next attempt removes (it has no config.json until all weights are in it, so nothing loads it),
+    or the old content as `.NAME.old`, which the next attempt puts back.
     """
     target = target.absolute()
-    partial = target.with_name(f".{target.name}.partial")
-    old = target.with_name(f".{target.name}.old")
+    partial, old = target.with_name(f".{target.name}.partial"), _old(target)
+    _put_back(target)
     try:
         for left in (partial, old):
             shutil.rmtree(left, ignore_errors=True)
@@ -70,6 +92,7 @@ def staged(target: Path) -> Iterator[Path]:
         partial.rename(target)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
+        _put_back(target)
         shutil.rmtree(partial, ignore_errors=True)
         # tensorstore reports a full disk as a ValueError, with the system's words in it
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
 
 from combkv_jax.config import LlamaConfig, RopeScaling, plain
 from combkv_jax.errors import RequestError
-from combkv_jax.weights import gguf_tokenizer
+from combkv_jax.weights import gguf_tokenizer, tensorfile
 from combkv_jax.weights.source import Source, Tensor, plain_errors, read_blocks
 
 MAX_HEADER_ITEMS = 8_000_000  # pieces of a header; Llama 3's has about a million
@@ -75,21 +75,13 @@ def open_gguf(path: Path) -> Source:
             for t in reader.tensors
         }
     del reader  # and with it the mapping of the file
-    config = _config(path, fields, infos)
-    tensors, unknown = {}, []
-    for name, (kind, shape, offset) in infos.items():
-        if name == _ROPE:
-            continue
-        ours = _our_name(name)
-        if ours is None:
-            unknown.append(name)
-            continue
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        count = heads.get(name.split(".")[-2])
-        tensors[ours] = Tensor(name, shape, kind.name, _read(path, kind, shape, offset, count))
+    with plain_errors(path, "GGUF file"):
+        config = _config(path, fields, infos)
+        tensors, unknown = _tensors(path, config, infos)
 
     def tokenizer():
-        return gguf_tokenizer.build(path, fields)
+        with plain_errors(path, "GGUF file, as to its tokenizer"):
+            return gguf_tokenizer.build(path, fields)
 
     return Source(
         kind="GGUF file",
@@ -100,6 +92,25 @@ def open_gguf(path: Path) -> Source:
         tokenizer=tokenizer,
         write_tokenizer=lambda folder: gguf_tokenizer.write(tokenizer(), fields, folder),
     )
+
+
+def _tensors(
+    path: Path, config: LlamaConfig, infos: dict[str, tuple]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors by our names, and the names that are nobody's."""
+    tensors, unknown = {}, []
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, (kind, shape, offset) in infos.items():
+        if name == _ROPE:
+            continue
+        ours = _our_name(name)
+        if ours is None:
+            unknown.append(name)
+            continue
+        read = _read(path, kind, shape, offset, heads.get(name.split(".")[-2]))
+        stored = tensorfile.NAMES.get(kind.name, kind.name)
+        tensors[ours] = Tensor(name, shape, stored, read)
+    return tensors, unknown
 
 
 def _our_name(name: str) -> str | None:
@@ -177,8 +188,7 @@ def _config(path: Path, fields: dict[str, Any], infos: dict[str, tuple]) -> Llam
     rope = None
     if _ROPE in infos:
         kind, shape, offset = infos[_ROPE]
-        with plain_errors(path, "GGUF file"):
-            factors = _read(path, kind, shape, offset, None)(np.dtype(np.float64))
+        factors = _read(path, kind, shape, offset, None)(np.dtype(np.float64))
         rope = rope_scaling(factors, theta, head_dim)
         if rope is None:
             raise RequestError(f"{_ROPE} in {path} is not a llama3 rope scaling; no other is read.")

@@ -105,7 +105,7 @@ def write(tokenizer, fields: Mapping[str, Any], folder: Path) -> None:
         return
     tokenizer.save_pretrained(folder)
     ends = [fields.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
-    ends = sorted({i for i in ends if i is not None})
+    ends = sorted({i for i in ends if isinstance(i, int)})
     if ends:
         config = {"bos_token_id": fields.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends}
         (folder / "generation_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from combkv_jax.config import CombConfig, read_config
+from combkv_jax.config import CombConfig
 from combkv_jax.errors import RequestError
 from combkv_jax.weights import tensorfile
 from combkv_jax.weights.source import (
@@ -41,14 +41,18 @@ def their_name(name: str) -> str:
     return name if name.startswith("lm_head.") else "model." + name
 
 
-def download(hub_id: str) -> Path:
-    """Fetches config, tokenizer and safetensors of a hub model (or finds them in its cache)."""
+def download(hub_id: str, weights: bool = True) -> Path:
+    """Fetches config, tokenizer and safetensors of a hub model (or finds them in its cache).
+
+    weights: False fetches the JSON files alone.
+    """
     import huggingface_hub  # asks the network, so only when it is needed
     from huggingface_hub import errors
 
     local = "or give a folder that holds its files"
+    patterns = _DOWNLOADED if weights else ["*.json"]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_DOWNLOADED))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise RequestError(
             f"{hub_id} is gated: accept its terms on https://huggingface.co/{hub_id}, run "
@@ -87,7 +91,7 @@ def _open_shards(folder: Path) -> dict[str, Tensor]:
         where = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(where.values()))
         outside = [n for n in names if Path(n).name != n]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RequestError(f"{path} is not an index of safetensors files ({error}).") from None
     if outside:
         raise RequestError(f"{path} names {outside[0]!r}; only files in its own folder are read.")
@@ -102,13 +106,19 @@ def _open_shards(folder: Path) -> dict[str, Tensor]:
     return {name: shards[shard][name] for name, shard in where.items()}
 
 
-def open_folder(folder: Path, config: CombConfig) -> Source:
-    """Opens a plain Llama, with our own history beside it if it has one."""
-    tensors, unknown = rename(open_tensors(folder), our_name)
+def with_history(folder: Path, config: CombConfig) -> CombConfig:
+    """The plain Llama `config` of a folder, with our own history if one lies beside it."""
     if (folder / HISTORY_CONFIG).is_file():
         with plain_errors(folder / HISTORY_CONFIG, "description of a history"):
             own = json.loads((folder / HISTORY_CONFIG).read_text(encoding="utf-8"))
-            config = CombConfig.from_json(own | {"text_config": read_config(folder)})
+            config = CombConfig.from_json(own | {"text_config": config.text.to_hf()})
+    return config
+
+
+def open_folder(folder: Path, config: CombConfig) -> Source:
+    """Opens a plain Llama, or one `with_history`."""
+    tensors, unknown = rename(open_tensors(folder), our_name)
+    if config.cross_layers:
         tensors |= tensorfile.read(folder / HISTORY)
     return make_source("Hugging Face folder", folder, config, tensors, unknown)
 

@@ -20,41 +20,42 @@ from combkv_jax.errors import RequestError
 from combkv_jax.model import declarations, starts_as
 from combkv_jax.weights.source import DTYPES, Source, Tensor
 
-# (vocabulary, hidden, layers, query heads, KV heads, theta) of presets with a measured list: a
-# folder or GGUF file of the same model is known by them, whatever it is called.
-_SHAPES = {(49152, 576, 30, 9, 3, 100000.0): "smollm2-135m"}
+# What tells one model from another; files differ in the rest, such as the positions.
+_KNOWN_BY = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rope_theta",
+)
 
 
 def preset_for(text: LlamaConfig) -> Preset | None:
     """The preset with a measured list that these shapes belong to."""
-    shapes = (
-        text.vocab_size,
-        text.hidden_size,
-        text.num_hidden_layers,
-        text.num_attention_heads,
-        text.num_key_value_heads,
-        text.rope_theta,
-    )
-    return PRESETS.get(_SHAPES.get(shapes, ""))
+    measured = (preset for preset in PRESETS.values() if preset.cross_layers and preset.text)
+    for preset in measured:
+        if all(getattr(preset.text, name) == getattr(text, name) for name in _KNOWN_BY):
+            return preset
+    return None
 
 
 def choose_config(
-    source: Source,
+    config: CombConfig,
     encoder: str | None = None,
     kept_layers: str | Sequence[int] | None = None,
     note=lambda line: None,
 ) -> CombConfig:
-    """The model a source becomes: a plain Llama gets a history, others keep their own.
+    """The model that a source's `config` becomes: a plain Llama gets a history, others keep theirs.
 
     encoder: "decoder" (our form, when None) or "layers" (the original). kept_layers: "measured"
     (when None, in our form), "every4" (when None, in the original), or layers. note: told in one
     line when nothing was measured for the model.
     """
-    config = source.config
     if config.cross_layers:
         if encoder not in (None, config.encoder) or kept_layers is not None:
             raise RequestError(
-                f"{source.path} already has a history (encoder {config.encoder!r}, layers "
+                f"this model already has a history (encoder {config.encoder!r}, layers "
                 f"{list(config.cross_layers)}); an encoder and kept layers are chosen when a "
                 "plain Llama is converted."
             )
@@ -67,7 +68,7 @@ def choose_config(
     if layers is None:
         layers = "measured" if encoder == "decoder" else "every4"
     if layers == "measured":
-        if preset and preset.cross_layers:
+        if preset:
             layers = preset.cross_layers
         else:
             note(
@@ -106,12 +107,14 @@ class Planned:
 
 
 def plan(source: Source, config: CombConfig, dtype: str | None) -> dict[str, Planned]:
-    """Every tensor of `config` by name. dtype: None keeps what is stored.
+    """Every tensor of `config` by name. dtype: None keeps what is stored, but
+    makes all of a model bfloat16 where any of it is quantised.
 
     Raises one RequestError that lists all tensors that are missing, unknown or mis-shaped.
     """
     is_new = not source.config.cross_layers  # a history is added, not read
     copies = starts_as(config) if is_new else {}
+    quantised = any(t.stored not in DTYPES for t in source.tensors.values())
     result, missing, shapes = {}, [], []
     for name, declared in declarations(config).items():
         tensor = source.tensors.get(copies.get(name, name))
@@ -124,7 +127,7 @@ def plan(source: Source, config: CombConfig, dtype: str | None) -> dict[str, Pla
             if name not in copies:
                 shapes.append(f"{tensor.name} {list(tensor.shape)} not {list(declared.shape)}")
         else:
-            stored = dtype or (tensor.stored if tensor.stored in DTYPES else "bfloat16")
+            stored = dtype or ("bfloat16" if quantised else tensor.stored)
             result[name] = Planned(tensor, DTYPES[declared.dtype or stored])
     extra = [*source.unknown, *(source.tensors[n].name for n in source.tensors.keys() - result)]
     mis_shaped = {s.split(" ")[0] for s in shapes}

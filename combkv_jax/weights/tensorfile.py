@@ -18,8 +18,8 @@ from combkv_jax.errors import RequestError
 from combkv_jax.weights.source import DTYPES, Tensor, read_blocks
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package too
-_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODES = {name: code for code, name in _NAMES.items()}
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODES = {name: code for code, name in NAMES.items()}
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -27,6 +27,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
     Raises RequestError when the header does not describe exactly the bytes that follow it.
     """
+    if not path.is_file():
+        raise RequestError(f"{path} is missing; it must lie beside the files that speak of it.")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -38,20 +40,22 @@ def read(path: Path) -> dict[str, Tensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = {
-            name: (e["dtype"], tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
+            name: (str(e["dtype"]), tuple(map(int, e["shape"])), int(start), int(stop))
             for name, e in header.items()
+            for start, stop in [e["data_offsets"]]
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+            RecursionError) as error:  # fmt: skip
         raise RequestError(f"{path} has an unreadable safetensors header ({error}).") from None
     end = size - 8 - length
     tensors = {}
     for name, (code, shape, start, stop) in entries.items():
-        if code not in _NAMES:
+        if code not in NAMES:
             raise RequestError(
                 f"tensor {name} in {path} is stored as {code}; {', '.join(_CODES.values())} "
                 "can be read."
             )
-        stored = DTYPES[_NAMES[code]]
+        stored = DTYPES[NAMES[code]]
         if min(shape, default=0) < 0 or stop - start != math.prod(shape) * stored.itemsize:
             raise RequestError(f"tensor {name} in {path} has {stop - start} bytes, which is not "
                                f"{code} {list(shape)}.")  # fmt: skip
@@ -61,7 +65,15 @@ def read(path: Path) -> dict[str, Tensor]:
                 f"of {size}."
             )
         reader = _reader(path, 8 + length + start, shape, stored)
-        tensors[name] = Tensor(name, shape, _NAMES[code], reader)
+        tensors[name] = Tensor(name, shape, NAMES[code], reader)
+    last = 0
+    for start, stop, name in sorted((e[2], e[3], name) for name, e in entries.items()):
+        if start != last:
+            raise RequestError(f"tensor {name} in {path} starts at byte {start} of the data; the "
+                               f"one before it ends at {last}.")  # fmt: skip
+        last = stop
+    if last != end:
+        raise RequestError(f"{path} has {end - last} bytes after its last tensor.")
     return tensors
 
 

@@ -62,7 +62,7 @@ def test_choosing_changes_the_folder_and_reports(small, capsys):
 
     config = json.loads((small / "config.json").read_text())
     assert config["cross_attention_layers"] == chosen
-    assert config["chunk_size"] == 256  # the folder's own stays
+    assert config["chunk_size"] == 128  # what the layers were chosen with
     arrays = parameters(load(small).model)
     for i, layer in enumerate(chosen):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -79,7 +79,10 @@ def test_choosing_changes_the_folder_and_reports(small, capsys):
     assert set(report["results"]["no history"]) == {"facts", "text"}
     rows = (small.parent / "report/judged.md").read_text().splitlines()
     assert len(rows) == 2 + 5
-    assert f"chosen for both: {chosen[0]},{chosen[1]}" in capsys.readouterr().out
+    assert (
+        f"native now keeps the history in layers {chosen[0]},{chosen[1]}."
+        in capsys.readouterr().out
+    )
 
     # Once more: nothing is chosen anew, and the numbers are the same.
     evaluate.main([*arguments, "--chunk-size", "128"])
@@ -120,7 +123,7 @@ def test_the_original_form_has_nothing_to_choose(small, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "Give --select-layers"),
+        ([], "Give --recall"),
         (["--select-layers", "0"], "'0'"),
         (["--select-layers", "-3"], "-3"),
         (["--measure-layers", "3,1"], "'3,1'"),

@@ -70,7 +70,10 @@ def test_unknown_names_list_the_presets(source, tmp_path, capsys):
         ({"model_type": "mistral"}, "'mistral'"),
         ({"model_type": "gone"}, "only 'llama'"),
         ({"hidden_size": "gone"}, "lacks hidden_size"),
-        ({"hidden_size": "forty"}, "cannot be understood"),
+        ({"hidden_size": "forty"}, "hidden_size is 'forty'"),
+        ({"text_config": 3, "model_type": "combllama", "cross_attention_layers": 3}, "cannot be"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be understood"),
+        ({"rope_theta": 10**400}, "cannot be understood"),
         ({"hidden_size": 0}, "positive"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"attention_bias": True}, "attention_bias"),
@@ -87,7 +90,7 @@ def test_configs_that_do_not_fit(changes, words, checkpoint, tmp_path, capsys):
     assert words in refused(checkpoint[0], tmp_path, capsys)
 
 
-@pytest.mark.parametrize("text", [None, "", "[1]", "{", b"\xff\xfe{}"])
+@pytest.mark.parametrize("text", [None, "", "[1]", "{", b"\xff\xfe{}", "[" * 10**6, "9" * 5000])
 def test_config_json_must_be_there_and_json(text, checkpoint, tmp_path, capsys):
     path = checkpoint[0] / "config.json"
     path.unlink()
@@ -146,6 +149,11 @@ def test_truncated_safetensors(checkpoint, tmp_path, capsys):
         ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, "not F32"),
         ({"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}, "unreadable"),
         ({"dtype": "F32"}, "unreadable"),
+        ({"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}, "unreadable"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16, 32]}, "unreadable"),
+        ({"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}, "can be read"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}, "4 bytes after its last"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}, "starts at byte 4"),
         (["F32"], "unreadable"),
     ],
 )
@@ -156,6 +164,19 @@ def test_headers_that_lie(entry, words, checkpoint, tmp_path, capsys):
     assert words in refused(checkpoint[0], tmp_path, capsys)
     path.write_bytes((10**15).to_bytes(8, "little") + text)
     assert "header of" in refused(checkpoint[0], tmp_path, capsys)
+
+
+def test_tensors_that_overlap_and_headers_too_deep(checkpoint, tmp_path, capsys):
+    path = checkpoint[0] / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [3]}
+    header = {"a": entry | {"data_offsets": [0, 12]}, "b": entry | {"data_offsets": [4, 16]}}
+    for text, words in [
+        (json.dumps(header), "tensor b"),
+        ("[" * 10**6, "unreadable"),
+        ("9" * 5000, "unreadable"),
+    ]:
+        path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(16))
+        assert words in refused(checkpoint[0], tmp_path, capsys)
 
 
 def test_an_index_stays_in_its_folder(tmp_path, capsys):
@@ -176,7 +197,7 @@ def test_an_index_stays_in_its_folder(tmp_path, capsys):
     wrong["nothing"] = "model-00001-of-00003.safetensors"
     files.write_json(index, {"weight_map": good["weight_map"] | wrong})
     assert "nothing" in refused(folder, tmp_path, capsys)
-    for text in ("{", "[]", '{"weight_map": 3}'):
+    for text in ("{", "[]", '{"weight_map": 3}', "[" * 10**6, "9" * 5000):
         index.write_text(text)
         assert "index" in refused(folder, tmp_path, capsys)
 
@@ -230,11 +251,14 @@ def test_output_folders(checkpoint, tmp_path, capsys):
         assert "the source itself" in capsys.readouterr().err
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "diary.txt").write_text("mine")
-    for name in ("letters", "letters/diary.txt"):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text('{"editor": "mine"}')
+    for name in ("letters", "letters/diary.txt", "project"):
         target = tmp_path / name
         assert convert_weights.main([str(source), "--out", str(target), "--overwrite"]) == 2
         assert str(target) in capsys.readouterr().err
     assert (tmp_path / "letters" / "diary.txt").read_text() == "mine"
+    assert (tmp_path / "project" / "config.json").read_text() == '{"editor": "mine"}'
 
 
 def test_a_small_disk_is_refused_before_writing(checkpoint, tmp_path, capsys, monkeypatch):
@@ -298,6 +322,52 @@ def test_a_killed_conversion_leaves_nothing_that_loads(checkpoint, tmp_path):
         weights.load(out)
     weights.convert(checkpoint[0], out)  # the next attempt cleans up
     assert left_over(tmp_path) == ["out"]
+
+
+def test_the_old_model_outlives_a_kill_between_the_renames(checkpoint, tmp_path, capsys):
+    source, out, old = checkpoint[0], tmp_path / "out", tmp_path / ".out.old"
+    weights.convert(source, out, kept_layers=[1])
+    out.rename(old)  # and there it was killed
+    with pytest.raises(RequestError, match="exists"):
+        weights.convert(source, out)
+    assert weights.load(out)[0].cross_layers == (1,)
+    out.rename(old)
+
+    def fail(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.convert(source, out, kept_layers=[2], overwrite=True, say=fail)
+    assert weights.load(out)[0].cross_layers == (1,)
+    out.rename(old)
+    weights.convert(source, out, kept_layers=[2], overwrite=True)
+    assert weights.load(out)[0].cross_layers == (2,)
+    assert left_over(tmp_path) == ["out"]
+
+
+def test_the_old_model_outlives_a_rename_that_fails(checkpoint, tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", Path.rename
+    weights.convert(checkpoint[0], out, kept_layers=[1])
+
+    def fail(self, target):
+        if self.name == ".out.partial":
+            raise PermissionError(errno.EACCES, "no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(PermissionError):
+        weights.convert(checkpoint[0], out, kept_layers=[2], overwrite=True)
+    assert weights.load(out)[0].cross_layers == (1,)
+    assert left_over(tmp_path) == ["out"]
+
+
+def test_a_history_that_is_missing(checkpoint, tmp_path, capsys):
+    weights.convert(checkpoint[0], tmp_path / "native", kept_layers=[1])
+    shutil.rmtree(checkpoint[0])
+    weights.export(tmp_path / "native", checkpoint[0])
+    shutil.rmtree(tmp_path / "native")
+    (checkpoint[0] / "history.safetensors").unlink()
+    assert "history.safetensors is missing" in refused(checkpoint[0], tmp_path, capsys)
 
 
 def test_damaged_native_folders(checkpoint, tmp_path):
@@ -390,6 +460,24 @@ def test_the_hub(tmp_path, capsys, monkeypatch):
     weights.load("someone/some-llama")
     assert [a[0] for a in asked] == ["meta-llama/Llama-3.2-1B", "someone/some-llama"]
     assert not any("bin" in pattern for pattern in asked[0][1])
+
+    # A config needs no weights, and none at all where the shapes are known.
+    own = weights.convert(folder, tmp_path / "native", kept_layers=[2])
+    weights.export(tmp_path / "native", tmp_path / "back")
+    (folder / "model.safetensors").unlink()
+    asked.clear()
+    lines = []
+    made = weights.read_source_config("llama-3.2-1b", lines.append)
+    assert (made.text, made.cross_layers) == (config, (3,))
+    assert len(lines) == 1  # nothing was measured
+    (tmp_path / "back" / "model.safetensors").unlink()
+    folder = tmp_path / "back"
+    assert weights.read_source_config("someone/some-llama") == own
+    assert [a[1] for a in asked] == [["*.json"], ["*.json"]]
+    for name in ("llama-3.1-8b", "smollm2-135m"):
+        assert weights.read_source_config(name).text == PRESETS[name].text
+    assert weights.read_source_config(tmp_path / "native") == own
+    assert len(asked) == 2
 
 
 def test_no_network_for_real(tmp_path, capsys):

@@ -21,6 +21,12 @@ def read_all(path):
     return {n: t.read(DTYPES["float32"]) for n, t in open_gguf(path).tensors.items()}
 
 
+def no_heads(writer):
+    writer.kv_data[0].pop("llama.attention.key_length")
+    writer.kv_data[0].pop("llama.attention.head_count")
+    writer.add_head_count(0)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (3, 3)])
 def test_config_and_weights_come_back(tmp_path, tied, heads, kv_heads):
@@ -70,6 +76,24 @@ def test_every_kind_the_package_expands_is_read_in_blocks(tmp_path, kind, monkey
             tensor.read(DTYPES["float32"]), gguf.dequantize(raw, kind).reshape(53, 512)
         )
         assert tensor.read(DTYPES["bfloat16"]).dtype == DTYPES["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [(None, "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")],
+)
+def test_weights_are_loaded_as_stored(tmp_path, kind, stored):
+    config = files.llama_config(hidden_size=64, intermediate_size=96, head_dim=16)
+    parameters = tiny.random_llama(np.random.default_rng(8), config)
+    path = files.write_gguf(tmp_path / "model.gguf", config, parameters, kind and Type[kind])
+    _, arrays, _ = weights.load(path, kept_layers=[1])
+    for name, array in parameters.items():
+        # norms are always float32 in such a file; one that is quantised is bfloat16 throughout
+        dtype = stored if array.ndim == 2 or kind == "Q8_0" else "float32"
+        assert arrays[name].dtype == dtype, name
+        if kind != "Q8_0":
+            expected = array.astype(DTYPES[dtype])
+            np.testing.assert_array_equal(np.asarray(arrays[name]), expected)
 
 
 def test_transformers_reads_the_same_weights(tmp_path):
@@ -124,10 +148,10 @@ def test_smollm2_is_known_by_its_shapes(smollm2_file, tmp_path):
     elsewhere = tmp_path / "renamed.gguf"
     elsewhere.symlink_to(smollm2_file)
     opened = weights.open_source(elsewhere)
-    config = weights.choose_config(opened)
+    config = weights.choose_config(opened.config)
     preset = PRESETS["smollm2-135m"]
     assert (config.cross_layers, config.chunk_size) == (preset.cross_layers, preset.chunk_size)
-    assert opened.config.text.rms_norm_eps == 1e-5
+    assert opened.config.text == preset.text
     assert weights.open_source("smollm2-135m").path == smollm2_file
 
 
@@ -142,6 +166,7 @@ def test_smollm2_is_known_by_its_shapes(smollm2_file, tmp_path):
         (lambda w: w.add_head_count_kv([1, 2, 1, 2]), "head_count_kv"),
         (lambda w: w.kv_data[0].pop("llama.embedding_length"), "llama.embedding_length"),
         (lambda w: w.add_embedding_length(0), "positive"),
+        (no_heads, "not a complete GGUF file"),
     ],
 )
 def test_what_is_not_a_llama_is_refused(tmp_path, change, words, caplog):
@@ -183,3 +208,20 @@ def test_unknown_tensors_are_listed(tmp_path):
     with pytest.raises(RequestError, match="attn_q.bias") as error:
         weights.load(path)
     assert "decoder.layers.1.mlp.up_proj.weight" in str(error.value)
+
+
+@pytest.mark.parametrize("unknown", [99, "x"])
+def test_a_tokenizer_that_lies_is_refused(tmp_path, unknown):
+    def metadata(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a"])
+        writer.add_token_scores([0.0, 0.0])
+        kind = gguf.GGUFValueType.get_type(unknown)
+        writer.add_key_value("tokenizer.ggml.unknown_token_id", unknown, kind)
+
+    config = files.llama_config()
+    parameters = tiny.random_llama(np.random.default_rng(9), config)
+    path = files.write_gguf(tmp_path / "model.gguf", config, parameters, metadata=metadata)
+    source = weights.open_source(path)
+    with pytest.raises(RequestError, match="not a complete GGUF file"):
+        source.tokenizer()

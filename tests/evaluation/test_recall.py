@@ -1,0 +1,81 @@
+"""Recall cases are what they say, and an answer counts when all its digits are right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from combkv_jax.errors import RequestError
+from combkv_jax.evaluation import recall, tasks
+from tests import text
+
+CHUNK = 512
+
+
+def encode(line):
+    return list(line.encode())
+
+
+@pytest.mark.parametrize(("task", "size"), [("passkey", 512 * 9), ("similar", 512 * 5 + 37)])
+def test_cases_hold_their_facts_in_whole_chunks(task, size):
+    rng = np.random.default_rng(3)
+    case = recall.recall_case(encode, rng, task, size, CHUNK, 7)
+    assert len(case.tokens) == size
+    assert len(case.asked) == 7
+    chunks = [bytes(case.tokens[i : i + CHUNK].tolist()) for i in range(0, size, CHUNK)]
+    found = [chunk.decode("utf-8", "ignore").count("The secret code of") for chunk in chunks]
+    if task == "similar":
+        assert found == [8] * 5 + [0]
+    else:
+        assert sorted(found) == [0, 0, *[1] * 7]
+    everything = b"".join(chunks).decode("utf-8", "ignore")
+    for fact in case.asked:
+        assert everything.count(fact.sentence) == 1
+        assert everything.count(fact.name) == 1
+
+
+def test_people_share_first_names_and_surnames_and_are_enough_for_131072_tokens():
+    people = recall.draw_people(np.random.default_rng(0), 341 * recall.FACTS_PER_CHUNK)
+    names = [fact.name.split() for fact in people]
+    assert len({tuple(name) for name in names}) == len(people)
+    assert len({first for first, _ in names}) < 60
+    with pytest.raises(RequestError, match="people"):
+        recall.draw_people(np.random.default_rng(0), 10**6)
+
+
+def test_an_answer_counts_when_all_digits_are_right(monkeypatch):
+    lm = text.byte_model("lse", 2, chunk_size=CHUNK)
+    said = {}
+
+    def ask(lm, case, progress):
+        wanted = [fact.digits for fact in case.asked]
+        said["wrong"] = wanted[0][:4] + str(9 - int(wanted[0][4]))
+        return list(zip([said["wrong"], *(w + ". And" for w in wanted[1:])], wanted, strict=True))
+
+    monkeypatch.setattr(recall, "ask_all", ask)
+    cell = recall.measure(lm, "passkey", CHUNK * 6, histories=2, questions=5)
+    assert (cell.exact, cell.questions, cell.rate) == (8, 10, 0.8)
+    assert cell.digits == pytest.approx((8 + 2 * 0.8) / 10)
+
+
+def test_questions_are_answered_from_one_history():
+    lm = text.byte_model("lse", 2, chunk_size=CHUNK)
+    case = recall.recall_case(
+        lm.tokens, np.random.default_rng(1), "passkey", CHUNK * 3, CHUNK, ask=3
+    )
+    answers = recall.ask_all(lm, case)
+    assert [wanted for _, wanted in answers] == [fact.digits for fact in case.asked]
+    alone = recall.RecallCase(case.tokens, case.asked[1:2])
+    assert recall.ask_all(lm, alone)[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "size", "match"), [("other", 5000, "other"), ("passkey", 100, "no chunk")]
+)
+def test_bad_requests_are_refused(task, size, match):
+    with pytest.raises(RequestError, match=match):
+        recall.recall_case(encode, np.random.default_rng(0), task, size, CHUNK, 3)
+
+
+def test_names_are_for_judging_alone():
+    assert not set(recall.SURNAMES.split()) & set(tasks.NAMES["choose"].split())

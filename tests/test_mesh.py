@@ -1,0 +1,60 @@
+"""Whole runs on meshes of virtual devices, against one device."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from combkv_jax import generate, sharding
+from combkv_jax.compress import compress
+from combkv_jax.generate import Generation, Sampling, new_cache, prefill
+from combkv_jax.model import build, declarations, parameters
+from tests import tiny
+
+
+def placed(model, text):
+    """The model on a mesh."""
+    mesh = sharding.parse_mesh(text)
+    places = sharding.place(model.config.text, mesh).parameters(declarations(model.config))
+    arrays = {n: jax.device_put(a, places[n]) for n, a in parameters(model).items()}
+    return build(model.config, arrays)
+
+
+def answer(model, rows):
+    """Tokens drawn behind one shared history by `rows` prompts."""
+    rng = np.random.default_rng(61)
+    chunks = [rng.integers(0, 97, n) for n in (13, 13, 5)]
+    prompts = [rng.integers(0, 97, 20 + n) for n in range(rows)]
+    history = compress(model, [chunks], chunk_batch=2)
+    logits, cache = prefill(model, new_cache(model, 60, history, batch=rows), prompts)
+    run = Generation.start(model, cache, logits, Sampling(), [], 7)
+    return np.stack(list(run), axis=1)
+
+
+@pytest.mark.parametrize("form", ["lse", "tanh"])
+@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
+def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch):
+    monkeypatch.setattr(generate, "SEGMENT", 16)  # prompts take two segments
+    config = tiny.comb_config(form)
+    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(62), config))
+    want = answer(model, 2)
+    on_mesh = placed(model, mesh)
+    compiled = []
+    monitor = jax.monitoring
+
+    def listen(event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration)
+
+    monitor.register_event_duration_secs_listener(listen)
+    try:
+        got = answer(on_mesh, 2)
+        first = len(compiled)
+        again = answer(on_mesh, 2)
+    finally:
+        monitor.clear_event_listeners()
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(again, want)
+    assert first > 0
+    assert len(compiled) == first  # nothing is compiled anew the second time
