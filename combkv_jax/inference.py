@@ -16,15 +16,14 @@ from combkv_jax import console
 from combkv_jax.cache import POLICIES, History, full_cache_bytes, nbytes
 from combkv_jax.chunking import split_history
 from combkv_jax.compress import compress
-from combkv_jax.config import PRESETS, CombConfig, every_fourth
+from combkv_jax.config import CombConfig
 from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import tasks
 from combkv_jax.generate import Sampling
 from combkv_jax.language_model import LanguageModel
 from combkv_jax.model import is_untrained
 from combkv_jax.planner import Plan
-from combkv_jax.weights import open_source
-from combkv_jax.weights.plan import choose_config
+from combkv_jax.weights import read_source_config
 
 CACHES = ("comb", *POLICIES)
 FIRST_TOKENS = 4  # that the `window` policy keeps, as in StreamingLLM
@@ -272,11 +271,7 @@ def as_json(run: Run, command: Sequence[str], model: str) -> dict[str, Any]:
 
 def planned_config(source: str) -> CombConfig:
     """The configuration to plan for, read without weights and where possible without the hub."""
-    preset = PRESETS.get(source)
-    if preset and preset.text:
-        layers = preset.cross_layers or every_fourth(preset.text.num_hidden_layers)
-        return CombConfig(preset.text, "decoder", "lse", layers, preset.chunk_size)
-    return choose_config(open_source(source), note=console.note)
+    return read_source_config(source, note=console.note)
 
 
 def plan_table(plan: Plan) -> list[tuple[str, str]]:
