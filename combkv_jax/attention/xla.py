@@ -1,8 +1,9 @@
 """Attention in plain XLA, with temporaries bounded however long the keys are.
 
-While the logits are small they are computed at once. Beyond that, keys are walked block by block
-with an online softmax (Milakov & Gimelshein 2018), and blocks that no query sees are skipped.
-Keys are never padded, transposed or copied: the last block overlaps the one before it instead.
+While the logits are small they are computed at once. Beyond that, rows are taken a few at a time,
+so that a softmax stays in the caches, and the keys of a long row block by block with an online
+softmax (Milakov & Gimelshein 2018); blocks that no query sees are skipped. Keys are never padded,
+transposed or copied: the last block overlaps the one before it instead.
 """
 
 from __future__ import annotations
@@ -12,14 +13,29 @@ import functools
 import jax
 import jax.numpy as jnp
 
+ROWS_BYTES = 12 * 2**20  # float32 logits of the rows taken at once, where there are several
 LOGITS_BYTES = 48 * 2**20  # float32 logits held at once
 SMALLEST_BLOCK = 128
+FEW_QUERIES = 16  # up to here reading the keys is the work, and all rows share it
 
 
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, end: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See `attention.attention`; start and end are [B, T]."""
+    batch, length, heads, _ = query.shape
+    at_once = ROWS_BYTES // (4 * heads * length * key.shape[2])
+    if at_once >= batch or length < FEW_QUERIES:
+        return _rows(query, key, value, start, end)
+
+    def one(row):
+        return jax.tree.map(lambda x: x[0], _rows(*(x[None] for x in row)))
+
+    arrays = (query, key, value, start, end)
+    return jax.lax.map(one, arrays, batch_size=max(1, at_once))
+
+
+def _rows(query, key, value, start, end):
     batch, length, heads, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
