@@ -36,7 +36,9 @@ def run(folder, tmp_path, capsys, monkeypatch):
     def call(*arguments, model=folder):
         report = tmp_path / "figures.json"
         report.unlink(missing_ok=True)
-        argv = ["--model", str(model), "--json", str(report), *map(str, arguments)]
+        argv = ["--model", str(model), *map(str, arguments)]
+        if "--chat" not in arguments or "--json" in arguments:
+            argv += ["--json", str(report)]
         code = console.run(infer.main, infer.parser(), argv)
         out, err = capsys.readouterr()
         return code, out, err, json.loads(report.read_text()) if report.exists() else None
@@ -149,7 +151,8 @@ def test_the_real_model_finds_a_code_in_a_few_chunks(run, smollm2_file):
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a", "--chat"], "exclude each other"),
-        (["--chat"], "--chat has no figures for --json"),
+        (["--chat", "--json", "x"], "--chat has no figures for --json"),
+        (["--chat", "--cache", "full"], "--chat works with --cache comb"),
         (["--context", "{book}"], "--context needs a question"),
         (["--context", "{empty}", "--prompt", "a"], "is empty; a text is needed"),
         (["--context", "{latin1}", "--prompt", "a"], "is not UTF-8 (byte 3)"),

@@ -134,7 +134,7 @@ def test_write_drops_what_is_past_the_end_and_touches_nothing_else():
 def test_writing_into_a_donated_buffer_copies_nothing():
     buffer = jax.ShapeDtypeStruct((2, 3, 4096, 16), jnp.float32)
     new = jax.ShapeDtypeStruct((2, 1, 3, 16), jnp.float32)
-    index, rows = jax.ShapeDtypeStruct((2, 1), int), jax.ShapeDtypeStruct((2,), int)
+    index, rows = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((2, 1), (2,)))
     compiled = jax.jit(write, donate_argnums=0).lower(buffer, new, index, rows).compile()
     used = compiled.memory_analysis()
     assert used.alias_size_in_bytes == 2 * 3 * 4096 * 16 * 4
