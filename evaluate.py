@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -75,8 +76,9 @@ def _main(args: argparse.Namespace) -> None:
     choosing = args.select_layers is not None or args.measure_layers is not None
     if choosing == (args.recall is not None):
         raise RequestError("Give --recall, or one or both of --select-layers and --measure-layers.")
-    if args.report.exists() and not args.report.is_dir():
-        raise RequestError(f"{args.report} is not a folder; choose another for --report.")
+    place = next(p for p in (args.report.absolute(), *args.report.absolute().parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise RequestError(f"{place} is not a folder that can be written; choose another --report.")
     console.prepare_jax()
     from combkv_jax import load
     from combkv_jax.evaluation import recall, report

@@ -55,6 +55,8 @@ def main(args) -> None:
         raise RequestError("--prompt, --batch and --chat exclude each other; give one.")
     if args.dtype not in (None, "float32", "bfloat16"):
         raise RequestError(f"dtype {args.dtype!r} is not one of float32, bfloat16.")
+    if args.plan and args.cache != "comb":
+        raise RequestError(f"--plan plans --cache comb, not {args.cache}, and tells full's bytes.")
     if args.chat and args.json:
         raise RequestError("--chat has no figures for --json; give one of them.")
     if args.chat and args.cache != "comb":

@@ -95,14 +95,13 @@ class ChatSession:
         tokenizer, messages = self.lm.tokenizer, [*self.messages, message]
         if not getattr(tokenizer, "chat_template", None):
             return self.lm.tokens(("\n" if self.messages else "") + message["content"])
-        render = tokenizer.apply_chat_template
-        text = render(messages, tokenize=False, add_generation_prompt=True)
+        text = self.lm.render(messages, add_generation_prompt=True)
         if not self.messages:
             return (
                 self.lm.without_bos(self.lm.tokens(text)) if self.history else self.lm.tokens(text)
             )
         # The last reply is there as it was drawn; what closes it and all behind it is new.
-        opening = render(self.messages[:-1], tokenize=False, add_generation_prompt=True)
+        opening = self.lm.render(self.messages[:-1], add_generation_prompt=True)
         reply = self.messages[-1]["content"].strip()
         place = text.find(reply, len(opening))
         tokens = self.lm.tokens(text[max(place, len(opening)) + len(reply) :])

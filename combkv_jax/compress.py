@@ -46,6 +46,8 @@ def compress(
     Raises RequestError when the model keeps no history, or a chunk is empty or too long.
     """
     config = model.config
+    if chunk_batch is not None and chunk_batch < 1:
+        raise RequestError(f"chunk_batch is {chunk_batch}; at least 1 is needed.")
     if not config.cross_layers:
         raise RequestError("this model keeps no history: it has no cross layers.")
     lengths = [len(chunk) for row in rows for chunk in row]

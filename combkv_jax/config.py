@@ -282,7 +282,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RequestError(f"{folder} has no config.json.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {error}.") from None
     if not isinstance(config, dict):

@@ -37,10 +37,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    """An argument type: a whole number of at least 1."""
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    """An argument type: a whole number of at least 1 (and at most 2**31 - 1, as JAX counts)."""
+    if text.isascii() and text.isdigit() and len(text) < 11 and 0 < int(text) < 2**31:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive whole number below 2**31")
 
 
 def output_file(text: str) -> Path:
@@ -48,7 +48,10 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if not text or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
-    if not os.access(path.parent, os.W_OK):
+    if path.exists():  # a device or a pipe is written to, not replaced
+        if not os.access(path, os.W_OK):
+            raise argparse.ArgumentTypeError(f"'{path}' cannot be written")
+    elif not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"folder '{path.parent}' is missing or cannot be written")
     return path
 
@@ -62,6 +65,7 @@ def run(
     Ctrl-C gives 130, and a reader of stdout that went away 141, as in a shell.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _usable_streams()
     try:
         main(parser.parse_args(argv))
         sys.stdout.flush()
@@ -81,10 +85,24 @@ def run(
         return code
 
 
+def _usable_streams() -> None:
+    """A closed stream becomes one that leads nowhere, and text that a terminal's encoding lacks
+    is shown with question marks instead of ending the work."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 def _explain(error: Exception) -> tuple[int, str]:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, RequestError):
         return 2, " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return 2, f"a file's name cannot be used ({text[:120]}); choose another one."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return 2, f"the disk is full ({text}); free some space or choose another folder."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
@@ -105,11 +123,11 @@ def prepare_jax() -> None:
     the environment already sets is left alone.
     """
     settings = {
-        "jax_compilation_cache_dir": str(Path.home() / ".cache" / "combkv_jax"),
         # JAX's own threshold of one second would leave the cache empty for small models.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_compilation_cache_max_size": 2 * 2**30,  # bytes; the least used programs go first
     }
+    with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+        settings["jax_compilation_cache_dir"] = str(Path.home() / ".cache" / "combkv_jax")
     for name, value in settings.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
@@ -216,10 +234,13 @@ def write_json(path: Path, data: Any) -> None:
     Dataclasses, paths, and NumPy and JAX numbers and arrays are taken; NaN and infinity, which JSON
     does not have, become null. Raises RequestError when the file cannot be written.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # what a link leads to is written, and the link stays
     text = json.dumps(_jsonable(data), indent=2, allow_nan=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

@@ -226,6 +226,8 @@ class Generation:
         """Draws the first token from prefill's logits. The cache passed in is used up."""
         if max_new_tokens < 1:
             raise RequestError(f"max-new-tokens is {max_new_tokens}; at least 1 is needed.")
+        if not bool(jnp.all(jnp.isfinite(logits))):
+            raise RequestError("the model's logits are not finite; its weights are damaged.")
         changed, borrowed = cache.split()
         batch = logits.shape[0]
         draw = Draw.of(sampling)

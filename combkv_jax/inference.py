@@ -70,7 +70,7 @@ def read_text(path: str | Path) -> str:
     try:
         with path.open("rb") as file:  # also of what has no size, such as a pipe
             content = file.read(MOST_FILE_BYTES + 1)
-        text = content.decode("utf-8") if len(content) <= MOST_FILE_BYTES else None
+        text = content.decode("utf-8-sig") if len(content) <= MOST_FILE_BYTES else None
     except UnicodeDecodeError as error:
         raise RequestError(
             f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8 text."
@@ -90,9 +90,10 @@ def read_prompts(path: str | Path) -> list[str]:
     Blank lines are left out. Raises RequestError naming the line that cannot be read."""
     prompts = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
-        if Path(path).suffix == ".jsonl":
+        if Path(path).suffix.lower() == ".jsonl":
             try:
                 line = json.loads(line)["prompt"]
             except (ValueError, RecursionError, KeyError, TypeError):

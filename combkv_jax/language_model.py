@@ -76,12 +76,38 @@ class LanguageModel:
 
     def __call__(self, batch: Mapping[str, Any]) -> jax.Array:
         """Logits of a packed batch, float32 [total, V] (`CombLlama.__call__`)."""
-        names = ("input_ids", "chunk_ids", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_chunk")
-        return _forward(self.model, {name: batch[name] for name in names if name in batch})
+        names = ("input_ids", "cu_seqlens_q")
+        if np.size(batch.get("chunk_ids", ())):
+            names += ("chunk_ids", "cu_seqlens_k", "cu_seqlens_chunk")
+        missing = [name for name in names if name not in batch]
+        if missing:
+            raise RequestError(f"the packed batch lacks {', '.join(missing)}.")
+        arrays = {name: self._whole_numbers(batch[name], name) for name in names}
+        return _forward(self.model, arrays)
 
     def encode(self, chunk_ids: Any, cu_seqlens_chunk: Any) -> list[tuple[jax.Array, jax.Array]]:
         """(K, V) a cross layer, [total, KV heads, head_dim] (`CombLlama.encode`)."""
-        return _encode(self.model, chunk_ids, cu_seqlens_chunk)
+        arrays = {"chunk_ids": chunk_ids, "cu_seqlens_chunk": cu_seqlens_chunk}
+        return _encode(self.model, *(self._whole_numbers(x, n) for n, x in arrays.items()))
+
+    def _whole_numbers(self, values: Any, name: str) -> jax.Array | np.ndarray:
+        """What a packed batch holds, as int32; ids are within the vocabulary."""
+        if isinstance(values, jax.core.Tracer):
+            return values
+        array = np.asarray(values)
+        if array.dtype.kind not in "iu":
+            raise RequestError(f"{name} has type {array.dtype}; whole numbers are needed.")
+        if name.endswith("_ids") and array.size:
+            self._check_ids(array)
+        return array.astype(np.int32)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        vocabulary = self.config.text.vocab_size
+        if not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise RequestError(
+                f"a token id is {ids.max() if ids.min() >= 0 else ids.min()}; this model's lie in "
+                f"0..{vocabulary - 1}."
+            )
 
     def tokens(self, text: Text, *, special: bool = False) -> np.ndarray:
         """Token ids int32 [n] of a text. special: with what the tokenizer puts around a text of
@@ -93,13 +119,12 @@ class LanguageModel:
             except UnicodeEncodeError:
                 raise RequestError("the text holds half a character; UTF-8 is needed.") from None
             ids = self._tokenizer()(text, add_special_tokens=special, verbose=False)["input_ids"]
-            return np.asarray(ids, np.int32)
+            text = np.asarray(ids, np.int64)
         ids = np.asarray(text)
-        vocabulary = self.config.text.vocab_size
         if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu")):
             raise RequestError(f"token ids have shape {ids.shape}; a flat list is needed.")
-        if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
-            raise RequestError(f"a token id is outside 0..{vocabulary - 1}.")
+        if ids.size:
+            self._check_ids(ids)
         return ids.astype(np.int32)
 
     def compress(
@@ -127,12 +152,25 @@ class LanguageModel:
         template; the bare texts in order when it has none. begins: whether it begins the text, so
         that a first token of the template stays."""
         if getattr(self._tokenizer(), "chat_template", None):
-            text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
+            text = self.render(messages, add_generation_prompt=True)
             tokens = self.tokens(text)
             return tokens if begins else self.without_bos(tokens)
         return self.tokens("\n".join(m["content"] for m in messages), special=begins)
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False
+    ) -> str:
+        """The conversation as the tokenizer's chat template writes it."""
+        import jinja2
+
+        try:
+            return self._tokenizer().apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"the tokenizer's chat template does not take these messages: {error}."
+            ) from error
 
     def without_bos(self, tokens: np.ndarray) -> np.ndarray:
         """The tokens without a first one that only begins a text."""

@@ -28,7 +28,7 @@ MOST_VIRTUAL = 64  # CPU devices a mesh may invent
 
 def mesh_shape(text: str) -> tuple[int, int]:
     """(data, tensor) from "2x4". Raises RequestError for anything else."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text.strip(), re.ASCII)
     if not match:
         raise RequestError(
             f"mesh {text!r} cannot be read; give data x tensor, such as 1x1, 1x2 or 2x2."

@@ -263,3 +263,50 @@ def test_peak_memory_is_this_process_alone():
     assert 2**26 < int(before) < 2**30
     assert int(after) - int(before) > 2**26
     assert device == "None"
+
+
+def test_json_goes_through_links_and_into_pipes(tmp_path):
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("old")
+    link.symlink_to(real)
+    console.write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(real.read_text()) == {"a": 1}
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    console.write_json(pipe, [2])
+    assert json.loads(os.read(reader, 100)) == [2]
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_no_failure(closed):
+    code = "from combkv_jax import console\nimport sys\n"
+    code += "def main(args): console.note('said'); print('\u00e9', sys.stdin.read())\n"
+    code += "sys.exit(console.run(main, console.Parser('x'), []))"
+    command = f'{sys.executable} -c "$CODE" {closed if closed == "<&-" else "</dev/null " + closed}'
+    environment = os.environ | {"CODE": code, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if closed == ">&-" else "? \n")
+    assert done.stderr == ("" if closed == "2>&-" else "said\n")
+
+
+def test_a_name_that_is_too_long_is_a_wrong_request(tmp_path, capsys):
+    def main(args):
+        (tmp_path / ("x" * 300)).read_text()
+
+    assert console.run(main, console.Parser("x"), []) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(console.Path, "home", no_home)
+    monkeypatch.setattr(console.jax.config, "update", lambda *setting: None)
+    console.prepare_jax()

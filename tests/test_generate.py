@@ -281,6 +281,7 @@ def test_buckets_are_few_and_waste_at_most_an_eighth():
         (lambda m: new_cache(m, 8, policy="window"), "needs a window of at least 1"),
         (lambda m: new_cache(m, 8, policy="window", options={"window": 0, "first": 0}), "at least"),
         (lambda m: Sampling(seed=-1), "seed is -1"),
+        (lambda m: compress(m, [[np.ones(1, int)]], chunk_batch=-1), "chunk_batch is -1"),
         (lambda m: Sampling(-1.0), "temperature is -1.0"),
         (lambda m: Sampling(float("nan")), "temperature is nan"),
         (lambda m: Sampling(1.0, top_k=-1), "top_k is -1"),
@@ -290,6 +291,16 @@ def test_buckets_are_few_and_waste_at_most_an_eighth():
 def test_wrong_requests_are_refused_in_words(call, words):
     with pytest.raises(RequestError, match=words):
         call(random_model("lse", np.random.default_rng(21)))
+
+
+def test_weights_that_are_not_numbers_are_noticed():
+    config = plain(tiny.llama_config())
+    parameters = tiny.random_parameters(np.random.default_rng(25), config)
+    parameters["decoder.norm.weight"][3] = np.nan
+    model = tiny.build(config, parameters)
+    logits, cache = prefill(model, new_cache(model, 8), [np.array([1, 2])])
+    with pytest.raises(RequestError, match="logits are not finite"):
+        Generation.start(model, cache, logits, Sampling(), [], 4)
 
 
 def test_a_plain_llama_has_nothing_to_compress_into():

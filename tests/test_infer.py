@@ -168,6 +168,8 @@ def test_the_real_model_finds_a_code_in_a_few_chunks(run, smollm2_file):
         (["--plan", "h200", "--dtype", "nonsense"], "dtype 'nonsense' is not one of"),
         (["--dtype", "int4"], "int4"),
         (["--plan", "gtx-480"], "choose one of rtx-3090"),
+        (["--plan", "h200", "--cache", "full"], "--plan plans --cache comb, not full"),
+        (["--ctx", "9" * 5000], "is not a positive whole number below 2**31"),
         (["--ctx", 3000, "--cache", "full"], "the full cache of this model ends at 2048 tokens"),
         (["--ctx", 4000, "--window", 3000], "pass this model's 2048 positions"),
         (["--bogus"], "--bogus"),
@@ -198,5 +200,5 @@ def test_wrong_requests_are_one_sentence(run, tmp_path, arguments, words):
 
 def test_a_prompts_file_in_words(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("one\n \ntwo\n", encoding="utf-8")
+    path.write_bytes(b"\xef\xbb\xbfone\r\n \r\ntwo\r\n")  # as some editors save it
     assert inference.read_prompts(path) == ["one", "two"]

@@ -74,6 +74,34 @@ def test_the_packed_call_and_encode_are_the_model_s(form):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_a_packed_batch_may_be_lists_and_is_checked():
+    lm = text.byte_model("lse", 32)
+    batch = tiny.packed_batch(np.random.default_rng(33), 257, [(5, [13, 2]), (3, [])])
+    lists = {name: array.tolist() for name, array in batch.items()}
+    np.testing.assert_allclose(lm(lists), lm(batch), atol=1e-5)
+    with pytest.raises(RequestError, match="lacks cu_seqlens_k"):
+        lm({name: array for name, array in batch.items() if name != "cu_seqlens_k"})
+    with pytest.raises(RequestError, match="a token id is 300"):
+        lm(batch | {"input_ids": np.full((1, 8), 300)})
+    with pytest.raises(RequestError, match="input_ids has type float64"):
+        lm(batch | {"input_ids": np.ones((1, 8))})
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed():
+    small = text.byte_model("lse", 30)
+    config = tiny.comb_config("lse", vocab_size=100)
+    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(30), config))
+    lm = LanguageModel(model, small.tokenizer)
+    with pytest.raises(RequestError, match="this model's lie in 0..99"):
+        lm.tokens("\u00e9\u00ff")
+
+
+def test_a_chat_template_that_refuses_says_so():
+    lm = text.byte_model("lse", 29, template="{{ raise_exception('no such role') }}")
+    with pytest.raises(RequestError, match="does not take these messages: no such role"):
+        lm.chat_tokens([{"role": "user", "content": "hi"}])
+
+
 def test_history_may_be_appended_to():
     lm = text.byte_model("lse", 34)
     whole = lm.compress("x" * 26)
@@ -115,8 +143,8 @@ def test_a_first_token_begins_a_text_and_nothing_behind_it():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([1, 257], "outside 0..256"),
-        ([-1], "outside 0..256"),
+        ([1, 257], "a token id is 257; this model's lie in 0..256"),
+        ([-1], "a token id is -1"),
         ([[1]], "a flat list"),
         ([0.5], "a flat list"),
         ("\ud83d", "half a character"),

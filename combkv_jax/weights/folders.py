@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -80,6 +81,30 @@ def staged(target: Path) -> Iterator[Path]:
     or the old content as `.NAME.old`, which the next attempt puts back.
     """
     target = target.absolute()
+    with _alone(target):
+        yield from _staged(target)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Holds the lock of an output folder; another process that writes there is refused."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RequestError(
+                f"{target} is being written by another process; wait for it or choose another "
+                "folder."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _staged(target: Path) -> Iterator[Path]:
     partial, old = target.with_name(f".{target.name}.partial"), _old(target)
     _put_back(target)
     try:
@@ -90,7 +115,9 @@ def staged(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(old)
         partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():  # under a name that is never put back: it may be left half removed
+            old = old.rename(partial)
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         _put_back(target)
         shutil.rmtree(partial, ignore_errors=True)
