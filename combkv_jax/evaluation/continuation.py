@@ -4,7 +4,6 @@ none, and from the same pages in the full cache."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -12,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from combkv_jax import console
+from combkv_jax.cache import Cache, History, Packed
+from combkv_jax.compress import compress
 from combkv_jax.evaluation import tasks
-from combkv_jax.evaluation.tasks import TextCase
 from combkv_jax.language_model import LanguageModel
+from combkv_jax.model import CombLlama
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,40 +35,42 @@ class Continuation:
         return (self.none - self.compressed) / (self.none - self.full)
 
 
-def measure(lm: LanguageModel, *, cases: int, chunks: int, seed: int = 0) -> Continuation:
-    """On `cases` places of the judging novels, each behind `chunks` full chunks. "other" is the
-    page farthest away."""
-    size = lm.config.chunk_size
+def measure(lm: LanguageModel, *, pairs: int, chunks: int, seed: int = 0) -> Continuation:
+    """On two times `pairs` places of the judging novels, each behind `chunks` full chunks. "other"
+    is a place half the novels away."""
+    size, cases = lm.config.chunk_size, 2 * pairs
     made = tasks.text_cases(lm.tokens, seed, "judge", cases=cases, chunks=chunks, chunk_size=size)
     sums = dict.fromkeys(("none", "compressed", "other", "full"), 0.0)
     with console.progress(cases, "Continuations", "places") as advance:
-        for index, case in enumerate(made):
-            other = made[(index + cases // 2) % cases]
-            sums["none"] += _nll(lm, case, None)
-            sums["compressed"] += _nll(lm, case, case.chunks)
-            sums["other"] += _nll(lm, case, other.chunks)
-            whole = TextCase((), np.concatenate([*case.chunks, case.tokens]))
-            sums["full"] += _nll(lm, whole, None, len(case.tokens) - 1)
-            advance(1)
+        for pair in zip(made[:pairs], made[pairs:], strict=True):
+            histories = [compress(lm.model, [case.chunks]) for case in pair]
+            for index, case in enumerate(pair):
+                target = case.tokens[1:]
+                whole = np.concatenate([*case.chunks, case.tokens])
+                sums["none"] += float(_nll(lm.model, None, case.tokens[:-1], target))
+                own, other = histories[index], histories[1 - index]
+                sums["compressed"] += float(_nll(lm.model, own, case.tokens[:-1], target))
+                sums["other"] += float(_nll(lm.model, other, case.tokens[:-1], target))
+                sums["full"] += float(_nll(lm.model, None, whole[:-1], target))
+                advance(1)
     return Continuation(chunks * size, cases, **{k: v / cases for k, v in sums.items()})
 
 
-def _nll(lm: LanguageModel, case: TextCase, chunks, last: int | None = None) -> float:
-    """Mean NLL of the case's last tokens (None: all that can be predicted)."""
-    tokens = case.tokens
-    batch = {"input_ids": tokens[:-1], "cu_seqlens_q": np.array([0, len(tokens) - 1], np.int32)}
-    if chunks is not None:
-        sizes = np.cumsum([0, *map(len, chunks)]).astype(np.int32)
-        batch["chunk_ids"] = np.concatenate(chunks)
-        batch["cu_seqlens_chunk"] = sizes
-        batch["cu_seqlens_k"] = sizes[[0, -1]]
-    return float(_mean(lm.model, batch, tokens[1:], last=last or len(tokens) - 1))
-
-
-@functools.partial(jax.jit, static_argnames="last")
-def _mean(model, batch, target, last: int):
-    logits = model(batch)[-last:]
-    chosen = jnp.take_along_axis(logits, target[-last:, None], axis=1)[:, 0]
+@jax.jit
+def _nll(model: CombLlama, history: History | None, ids, target) -> jax.Array:
+    """Mean NLL of `target` [A], which the last A of the tokens ids [T] predict."""
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
+    recent = Packed(jnp.zeros_like(index), index + 1)
+    entries, position, blocks = [recent] * len(model.decoder.layers), index, {}
+    if history is not None:
+        entries = [history.entry(i, recent) for i in range(len(entries))]
+        position = index + model.recent_offset(history.count)[:, None]
+        blocks = model.blocks
+    cache = Cache(tuple(entries), position[:, 0])
+    lengths = jnp.full(1, ids.shape[0], jnp.int32)
+    x, _ = model.decoder(jnp.asarray(ids)[None], position, cache, lengths, blocks)
+    logits = model.decoder.logits(x[0, -target.shape[0] :])  # of the text alone, not its pages
+    chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
 
 

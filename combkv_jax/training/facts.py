@@ -50,7 +50,13 @@ ASKED = (
 )
 CHAT = "What is the {n} for {s}? Reply with it alone."
 
-FIRST = """Aaron Abigail Adrian Alice Amanda Andrew Angela Anthony Audrey Barbara Benjamin Bernard
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FIRST = _words(
+    """Aaron Abigail Adrian Alice Amanda Andrew Angela Anthony Audrey Barbara Benjamin Bernard
     Bianca Blake Boris Camille Carla Carlos Cecilia Charlotte Chloe Clara Claudia Colin Connie
     Curtis Damian Daniel Deborah Dennis Diana Dominic Donna Douglas Duncan Eileen Elena Eliza
     Emmett Eric Erika Esther Eugene Evelyn Fabian Frances Frank Gabriel Gavin Georgia Gina Glenn
@@ -60,8 +66,10 @@ FIRST = """Aaron Abigail Adrian Alice Amanda Andrew Angela Anthony Audrey Barbar
     Miriam Monica Nathan Nelson Nicola Nina Nora Otis Pamela Patrick Paula Peter Philip Phoebe
     Rachel Raymond Rebecca Renata Ricardo Robin Roger Ronald Rosa Ruben Ruth Samuel Sandra Selma
     Sergio Simon Sonia Spencer Stanley Susan Tamara Tara Thomas Tina Trevor Valentin Vanessa
-    Vincenzo Virginia Vivian Wallace Warren Wendy William Yvette Zachary""".split()
-LAST = """Abbott Acosta Adkins Allison Alvarez Ashford Atkins Baldwin Barker Barlow Barrett Bauer
+    Vincenzo Virginia Vivian Wallace Warren Wendy William Yvette Zachary"""
+)
+LAST = _words(
+    """Abbott Acosta Adkins Allison Alvarez Ashford Atkins Baldwin Barker Barlow Barrett Bauer
     Becker Bellamy Bishop Blackwood Bowen Boyle Bradshaw Brewer Bryant Burke Calloway Cannon
     Carver Chandler Church Clayton Cobb Conway Crawford Crosby Cruz Dalton Davenport Dawson Delgado
     Dixon Dorsey Drake Dudley Eaton Elliott Emerson Fairbank Farrell Finch Fischer Fleming Foley
@@ -73,22 +81,33 @@ LAST = """Abbott Acosta Adkins Allison Alvarez Ashford Atkins Baldwin Barker Bar
     Phelps Pratt Preston Quick Radcliff Ramsey Randall Reyes Rhodes Riggs Rivers Rowland Salazar
     Sawyer Schmidt Sharp Sheldon Singh Sloan Snyder Stafford Stein Stokes Sutton Tanaka Tate
     Thornton Trujillo Underwood Vance Vaughn Wade Walton Weaver Webb Whitaker Wilkins Winslow
-    Wolfe Woodard Yates York Zimmerman""".split()
-CHECK_LAST = """Aldridge Berger Cochran Donovan Ellsworth Ferris Granger Hobbs Ivers Jessup
+    Wolfe Woodard Yates York Zimmerman"""
+)
+CHECK_LAST = _words(
+    """Aldridge Berger Cochran Donovan Ellsworth Ferris Granger Hobbs Ivers Jessup
     Kimball Lockhart Munroe Norris Oakley Prescott Quimby Rutledge Shepard Tolliver Upton Vickers
-    Whitlock Yarrow""".split()
-OBJECTS = """cabinet gate trunk office studio vault garage boat cellar shed chest desk tower archive
-    library workshop van greenhouse drawer warehouse""".split()
-ADJECTIVES = """green blue red yellow black white grey old new small large northern southern eastern
-    western wooden iron narrow upper lower""".split()
-SYLLABLES = """ba be bi bo da de di do fa fe ga go ha he ka ke ki ko la le li lo ma me mi mo na ne ni
-    no pa pe ra re ri ro sa se ta te ti to va ve vi vo za ze zo""".split()
-WORDS = """amber anchor apple arrow basket beacon blossom bridge candle canyon carbon castle cedar
+    Whitlock Yarrow"""
+)
+OBJECTS = _words(
+    """cabinet gate trunk office studio vault garage boat cellar shed chest desk tower archive
+    library workshop van greenhouse drawer warehouse"""
+)
+ADJECTIVES = _words(
+    """green blue red yellow black white grey old new small large northern southern eastern
+    western wooden iron narrow upper lower"""
+)
+SYLLABLES = _words(
+    """ba be bi bo da de di do fa fe ga go ha he ka ke ki ko la le li lo ma me mi mo na ne
+    ni no pa pe ra re ri ro sa se ta te ti to va ve vi vo za ze zo"""
+)
+WORDS = _words(
+    """amber anchor apple arrow basket beacon blossom bridge candle canyon carbon castle cedar
     cherry clover cobalt copper coral cotton crystal dragon ember falcon feather flint forest garnet
     ginger glacier harbor hazel island ivory jasmine jungle kettle lantern lemon marble meadow
     melody mirror orchid otter pebble pepper pilot planet prairie quartz raven ribbon river saddle
     salmon shadow silver spider summit sunset thunder timber tulip tunnel velvet violet walnut
-    willow winter""".split()
+    willow winter"""
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ its pool again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,13 +28,22 @@ MOST_FACTS = 18  # of one chunk
 Encode = Callable[[str], Sequence[int]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A fact in a chunk; its value's tokens are `start <= n < stop` there."""
+
+    fact: Told
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """ids: int32 [chunks, chunk_size]. facts: of each chunk. after: int32 [AFTER + 1], the text
     that follows the last chunk. dense: whether every chunk is full of facts."""
 
     ids: np.ndarray
-    facts: tuple[tuple[Told, ...], ...]
+    facts: tuple[tuple[Placed, ...], ...]
     after: np.ndarray
     dense: bool
 
@@ -66,9 +76,18 @@ def make_group(
                 pieces.append(piece)
                 room -= len(piece)
         made.append(tasks.with_insertions(rng, page, pieces, room))
-        told.append(tuple(facts))
+        told.append(tuple(map(functools.partial(place, encode, made[-1]), facts, pieces)))
     after = np.concatenate(page)[: AFTER + 1]
     return Group(np.stack(made), tuple(told), after, dense)
+
+
+def place(encode: Encode, chunk: np.ndarray, fact: Told, piece: np.ndarray) -> Placed:
+    """Where the value stands of a fact told by the tokens `piece` in the chunk."""
+    windows = np.lib.stride_tricks.sliding_window_view(chunk, len(piece))
+    begin = int(np.argmax((windows == piece).all(axis=1)))
+    before = encode(f" {fact.asked(fact.frame)}")
+    same = int(np.argmin([*(a == b for a, b in zip(before, piece, strict=False)), False]))
+    return Placed(fact, begin + same, begin + len(piece) - 1)  # without the full stop
 
 
 class Pool:

@@ -9,24 +9,26 @@ from typing import NamedTuple
 import numpy as np
 
 from combkv_jax.training.facts import CHAT, Told
-from combkv_jax.training.pool import AFTER, GROUP, Pool
+from combkv_jax.training.pool import AFTER, GROUP, Placed, Pool
 
 MOST_HISTORIES = 8  # of one row
+SOUGHT = 384  # history tokens of one row that its questions are about
 
 
 class Bucket(NamedTuple):
     """A shape of rows. chunks: places for history; tokens: for questions and text. share: how
-    often it is drawn, relative to the others."""
+    often it is drawn, relative to the others. shortest: chunks of a history, at least."""
 
     chunks: int
     tokens: int
     share: float
+    shortest: int = 1
 
 
 BUCKETS = (
-    Bucket(16, 448, 0.5),
-    Bucket(64, 448, 0.4),
-    Bucket(176, 256, 0.1),
+    Bucket(16, 448, 0.75),
+    Bucket(64, 384, 0.22, 16),
+    Bucket(176, 224, 0.03, 64),
 )
 
 
@@ -39,6 +41,8 @@ class Row:
     history: which history it sees, of the chunks `first <= c < last`, int32 [T] each.
     column, target: int32 [A], the token that predicts each answer token, and that token. weight:
     float32 [A], its part of the loss. question: int32 [A], -1 for text and -2 for padding.
+    sought: int32 [SOUGHT], history tokens by their place in the row's chunks; token t is to find
+    those from `sought_first[t]` to before `sought_last[t]` of them, if any.
     """
 
     chunks: np.ndarray
@@ -53,9 +57,22 @@ class Row:
     target: np.ndarray
     weight: np.ndarray
     question: np.ndarray
+    sought: np.ndarray
+    sought_first: np.ndarray
+    sought_last: np.ndarray
 
 
-Piece = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are to be predicted
+class Piece(NamedTuple):
+    """A prompt, what is to be predicted behind it, and where the answer stands: history tokens
+    counted from the history's beginning (start, stop), None for text."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    sought: tuple[int, int] | None = None
+    is_text: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
 
 
 class RowBuilder:
@@ -75,6 +92,8 @@ class RowBuilder:
         self.history, self.first = np.zeros((2, tokens), np.int32)
         self.last = np.ones(tokens, np.int32)  # and the first chunk, since it must see one
         self.used = 0
+        self.sought: list[int] = []
+        self.sought_first, self.sought_last = np.zeros((2, tokens), np.int32)
         self.answers: list[tuple[int, int, int]] = []  # column, target, question
         self.questions = 0
 
@@ -91,10 +110,11 @@ class RowBuilder:
         self.sees = (self.histories - 1, len(self.chunks), len(self.chunks) + len(chunks))
         self.chunks += chunks
 
-    def add_segment(self, pieces: Sequence[tuple[np.ndarray, np.ndarray, bool]]) -> None:
-        """Texts one behind the other, each (prompt, answer, is_text), seeing what is before."""
+    def add_segment(self, pieces: Sequence[Piece]) -> None:
+        """Texts one behind the other, each seeing what is before it."""
         begin = self.used
-        for prompt, answer, is_text in pieces:
+        for piece in pieces:
+            prompt, answer, sought, is_text = piece
             number = -1 if is_text else self.questions
             self.questions += not is_text
             tokens = np.concatenate([prompt, answer])
@@ -103,6 +123,12 @@ class RowBuilder:
             self.history[place], self.first[place], self.last[place] = self.sees
             at = self.used + len(prompt) - 1
             self.answers += [(at + i, token, number) for i, token in enumerate(answer)]
+            if sought and len(self.sought) + sought[1] - sought[0] <= SOUGHT:
+                seeking = slice(at, at + len(answer))
+                self.sought_first[seeking] = len(self.sought)
+                origin = self.sees[1] * self.chunk_size
+                self.sought += range(origin + sought[0], origin + sought[1])
+                self.sought_last[seeking] = len(self.sought)
             self.used += len(tokens)
         self.position[begin : self.used] = self.chunk_size + np.arange(self.used - begin)
 
@@ -127,6 +153,9 @@ class RowBuilder:
             np.pad(target, pad),
             np.pad(weight, pad),
             np.pad(question, pad, constant_values=-2),
+            np.pad(np.array(self.sought, np.int32), (0, SOUGHT - len(self.sought))),
+            self.sought_first,
+            self.sought_last,
         )
 
 
@@ -138,49 +167,53 @@ class Asker:
         self.encode, self.chat = encode, chat
 
     def __call__(
-        self, fact: Told, rng: np.random.Generator | None = None
-    ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """(prompt, answer, False) for the row builder, in any phrasing; without `rng` as it was
-        told. The answer has the space before the value too."""
+        self,
+        fact: Told,
+        rng: np.random.Generator | None = None,
+        sought: tuple[int, int] | None = None,
+    ) -> Piece:
+        """A question for the row builder, in any phrasing; without `rng` as it was told. The
+        answer has the space before the value too."""
         if rng is not None and self.chat is not None and rng.random() < 0.06:
             prompt = self.chat(CHAT.format(n=fact.noun, s=fact.subject))
-            return prompt, np.asarray(self.encode(fact.value), np.int32), False
+            return Piece(prompt, np.asarray(self.encode(fact.value), np.int32), sought)
         frame = fact.frame if rng is None else fact.phrasing(rng)
         asked = f" {fact.asked(frame)}"
         prompt = self.encode(asked)
         whole = self.encode(f"{asked} {fact.value}")
         same = int(np.argmin([*(a == b for a, b in zip(prompt, whole, strict=False)), False]))
-        return np.asarray(whole[:same], np.int32), np.asarray(whole[same:], np.int32), False
+        whole = np.asarray(whole, np.int32)
+        return Piece(whole[:same], whole[same:], sought)
 
 
 def draw_row(
     rng: np.random.Generator, pool: Pool, bucket: Bucket, ask: Asker, text_weight: float
 ) -> Row:
-    """A row of one to MOST_HISTORIES histories of one length, log-uniform up to what the bucket
-    and the pool hold."""
+    """A row of one to MOST_HISTORIES histories of one length, log-uniform between the bucket's
+    shortest and what the bucket and the pool hold."""
     config = pool.lm.config
     most = min(bucket.chunks, GROUP * len(pool.filled))
-    length = int(round(np.exp(rng.uniform(0, np.log(most)))))
+    length = round(np.exp(rng.uniform(np.log(min(bucket.shortest, most)), np.log(most))))
     count = min(bucket.chunks // length, MOST_HISTORIES)
     row = RowBuilder(bucket, config.chunk_size, config.sink_tokens)
     for index in range(count):
         chunks, group = draw_history(rng, pool, length)
         row.add_history(chunks, pool.ids[chunks[0], : config.sink_tokens])
         share = row.room // (count - index)
-        facts = askable(pool, chunks)
-        rng.shuffle(facts)
+        found = askable(pool, chunks)
+        rng.shuffle(found)
         end = row.used + share
         # Sometimes the newest text stands in front of the questions, as it does in use.
         if index == 0 and rng.random() < 0.6:
             text = group.after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
-            pieces = [(text[:1], text[1:], True)]
-            pieces += [ask(fact, rng) for fact in facts[: rng.integers(4)]]
-            while sum(len(p) + len(a) for p, a, _ in pieces) > row.room:
+            pieces = [Piece(text[:1], text[1:], is_text=True)]
+            pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]
+            while sum(map(len, pieces)) > row.room:
                 pieces.pop()
             row.add_segment(pieces)
-        for fact in facts + facts:
-            piece = ask(fact, rng)
-            if row.used + len(piece[0]) + len(piece[1]) <= end:
+        for fact, at in found + found:
+            piece = ask(fact, rng, at)
+            if row.used + len(piece) <= end:
                 row.add_segment([piece])
             elif row.used + 16 > end:
                 break
@@ -212,10 +245,16 @@ def draw_history(rng: np.random.Generator, pool: Pool, length: int):
     return chunks, pool.groups[slot]
 
 
-def askable(pool: Pool, chunks: Sequence[int]) -> list[Told]:
-    """The facts in these chunks whose noun and subject no other of them has."""
-    found: dict[tuple[str, str], list[Told]] = {}
-    for chunk in chunks:
-        for fact in pool.groups[chunk // GROUP].facts[chunk % GROUP]:
-            found.setdefault(fact.key, []).append(fact)
-    return [facts[0] for facts in found.values() if len(facts) == 1]
+def askable(pool: Pool, chunks: Sequence[int]) -> list[tuple[Told, tuple[int, int]]]:
+    """The facts in these chunks whose noun and subject no other of them has, each with where in
+    the history its value stands."""
+    size = pool.lm.config.chunk_size
+    found: dict[tuple[str, str], list[tuple[int, Placed]]] = {}
+    for index, chunk in enumerate(chunks):
+        for placed in pool.groups[chunk // GROUP].facts[chunk % GROUP]:
+            found.setdefault(placed.fact.key, []).append((index * size, placed))
+    return [
+        (placed.fact, (origin + placed.start, origin + placed.stop))
+        for (origin, placed), *more in found.values()
+        if not more
+    ]

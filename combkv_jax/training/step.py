@@ -39,6 +39,9 @@ class Batch(NamedTuple):
     target: Any
     weight: Any
     question: Any
+    sought: Any
+    sought_first: Any
+    sought_last: Any
 
 
 class State(NamedTuple):
@@ -51,11 +54,13 @@ class State(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one step. nll, right: [B, A], of each answer token."""
+    """Of one step. nll, right: [B, A], of each answer token. missed: how far attention was from
+    the answers' places (`missed`)."""
 
     loss: jax.Array
     gradient_norm: jax.Array
     finite: jax.Array
+    missed: jax.Array
     nll: jax.Array
     right: jax.Array
 
@@ -74,9 +79,9 @@ def stack(rows: list[Row], taps: list[np.ndarray], chunk_size: int) -> Batch:
     )
 
 
-def split(arrays: Arrays, config: CombConfig) -> tuple[dict, dict]:
+def split(arrays: Arrays) -> tuple[dict, dict]:
     """(trained, frozen): the history's arrays as float32 masters, and the decoder's."""
-    trained = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items() if is_trained(n)}
+    trained = {n: jnp.array(a, jnp.float32) for n, a in arrays.items() if is_trained(n)}
     return trained, {n: a for n, a in arrays.items() if not is_trained(n)}
 
 
@@ -95,15 +100,19 @@ def assemble(config: CombConfig, trained: Arrays, frozen: Arrays) -> CombLlama:
 
 
 def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
-    """(NLL of each answer token, whether it is the likeliest), [B, A]."""
+    """(NLL of each answer token, whether it is the likeliest) [B, A], and for each kept layer the
+    log of the share of attention that each answer token's query gave to what it sought,
+    [B, A, H]."""
     model = assemble(config, trained, frozen)
     rows, tokens = batch.ids.shape
     end = jnp.broadcast_to(jnp.arange(1, tokens + 1), (rows, tokens))
     recent = Packed(batch.start, end)
     seen = [x * config.chunk_size for x in (batch.first, batch.last)]
+    sought = (batch.sought, batch.sought_first, batch.sought_last)
+    found: list[jax.Array] = []
     entries: list[Any] = [recent] * config.text.num_hidden_layers
     for i, taps in zip(config.cross_layers, batch.taps, strict=True):
-        entries[i] = Comb(recent, chunks=Taps(config, model.blocks[i], taps, *seen))
+        entries[i] = Comb(recent, chunks=Taps(config, model.blocks[i], taps, *seen, *sought, found))
     width = config.sink_tokens
     if width:
         ids = batch.sinks.reshape(-1, width)
@@ -120,15 +129,41 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
     logits = model.decoder.logits(jnp.take_along_axis(x, batch.column[..., None], axis=1))
     chosen = jnp.take_along_axis(logits, batch.target[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return nll, jnp.argmax(logits, axis=-1) == batch.target
+    found = [jnp.take_along_axis(x, batch.column[..., None], axis=1) for x in found]
+    return nll, jnp.argmax(logits, axis=-1) == batch.target, found
 
 
-def loss(trained: Arrays, frozen: Arrays, batch: Batch, config: CombConfig):
-    """Weighted NLL, the mean over rows; and `predict`'s output."""
-    nll, right = predict(config, trained, frozen, batch)
-    return jnp.sum(nll * batch.weight) / nll.shape[0], (nll, right)
+def missed(config: CombConfig, batch: Batch, found: list[jax.Array]) -> jax.Array:
+    """-log of the share of attention that at least one head gave to what was sought, if heads
+    looked independently; the mean over answer tokens and the kept layers of the upper half, where
+    a question's tokens know what they ask for."""
+    seeking = jnp.take_along_axis(batch.sought_last, batch.column, axis=1) > 0
+    seeking &= batch.question >= 0
+    upper = [
+        x
+        for i, x in zip(config.cross_layers, found, strict=True)
+        if 2 * i >= config.text.num_hidden_layers
+    ]
+    total = jnp.float32(0)
+    for x in upper:
+        share = jnp.exp(jnp.where(seeking[..., None], x, 0.0))
+        nobody = jnp.exp(jnp.sum(jnp.log1p(-jnp.minimum(share, 1 - 1e-6)), axis=-1))
+        total -= jnp.sum(jnp.where(seeking, jnp.log(1 - nobody + 1e-6), 0.0))
+    return total / (max(len(upper), 1) * jnp.maximum(jnp.sum(seeking), 1))
 
 
+def loss(
+    trained: Arrays, frozen: Arrays, batch: Batch, config: CombConfig, attention_weight: float
+):
+    """Weighted NLL, the mean over rows, and `attention_weight` times what attention missed; and
+    (NLL, right, missed)."""
+    nll, right, found = predict(config, trained, frozen, batch)
+    away = missed(config, batch, found)
+    value = jnp.sum(nll * batch.weight) / nll.shape[0] + attention_weight * away
+    return value, (nll, right, away)
+
+
+@functools.cache  # one object for the same numbers, so that a step is compiled once for them
 def optimiser(rate: float, gate_rate: float, steps: int, warmup: int, decay: float, clip: float):
     """Adam for projections and gates, each with its own rate: warm-up, constant, and over the
     last `decay` share of the steps a cosine down to nothing. clip: of the gradient's norm."""
@@ -165,11 +200,14 @@ def train_step(
     batch: Batch,
     config: CombConfig,
     optimise: optax.GradientTransformation,
+    attention_weight: float,
 ) -> tuple[State, Measured]:
     """One step; a step whose loss or gradient is not finite leaves everything but `skipped`."""
     gradient = jax.value_and_grad(loss, has_aux=True)
-    (value, (nll, right)), grads = gradient(state.trained, frozen, batch, config)
-    norm = optax.global_norm(grads)
+    (value, (nll, right, away)), grads = gradient(
+        state.trained, frozen, batch, config, attention_weight
+    )
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)
     updates, moved = optimise.update(grads, state.optimiser, state.trained)
     keep = functools.partial(jnp.where, finite)
@@ -178,7 +216,7 @@ def train_step(
         jax.tree.map(keep, moved, state.optimiser),
         jnp.where(finite, 0, state.skipped + 1),
     )
-    return new, Measured(value, norm, finite, nll, right)
+    return new, Measured(value, norm, finite, away, nll, right)
 
 
 evaluate = jax.jit(predict, static_argnames="config")

@@ -44,7 +44,10 @@ class Taps:
     """Stands in for `cache.Chunks` in front of a history block that is being trained.
 
     h: float16 [blocks, B, S, D], whole chunks. Query t of row b sees history tokens
-    `start[b, t] <= n < end[b, t]` of the blocks laid end to end.
+    `start[b, t] <= n < end[b, t]` of the blocks laid end to end. sought: int32 [B, G], history
+    tokens; sought_first, sought_last: int32 [B, T], those of them that a query is to find.
+    found: takes the log of the share of its attention that each query gave to those, float32
+    [B, T, H] (-inf where there are none).
     """
 
     config: CombConfig
@@ -52,6 +55,10 @@ class Taps:
     h: jax.Array
     start: jax.Array
     end: jax.Array
+    sought: jax.Array
+    sought_first: jax.Array
+    sought_last: jax.Array
+    found: list[jax.Array]
 
     def attend(self, query: jax.Array) -> Attended:
         """query [B, T, H, head_dim] over the tokens it sees; each must see at least one."""
@@ -71,4 +78,15 @@ class Taps:
         lse = jax.nn.logsumexp(parts.lse, axis=0)
         weight = jnp.exp(parts.lse - lse)[..., None]
         out = jnp.sum(weight * parts.out.astype(jnp.float32), axis=0)
+        self.found.append(self._lse_of_sought(query) - lse)
         return Attended(out.astype(query.dtype), lse)
+
+    def _lse_of_sought(self, query: jax.Array) -> jax.Array:
+        size = self.h.shape[2]
+        block, place = self.sought // size, self.sought % size
+        row = jnp.arange(self.h.shape[1])[:, None]
+        h = self.h[block, row, place].astype(query.dtype)  # [B, G, D]
+        angles = rotary_angles(self.config.text, place % self.config.chunk_size)
+        pair = keys_values(self.block, h, angles, query.shape[-1])
+        key, value = (x.swapaxes(1, 2) for x in pair)
+        return attention(query, key, value, self.sought_first, self.sought_last).lse

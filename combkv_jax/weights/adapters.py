@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from combkv_jax.config import CombConfig
-from combkv_jax.errors import RequestError
 from combkv_jax.weights import tensorfile
 from combkv_jax.weights.source import BFLOAT16, Source, plain_errors
 
@@ -57,19 +56,14 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def join(opened: Source, path: Path) -> Source:
-    """The plain Llama `opened` with the history described at `path` (NAME.json).
-
-    Raises RequestError when it has a history already.
-    """
-    if opened.config.cross_layers:
-        raise RequestError(f"{opened.path} has a history; {path} cannot be put on top of it.")
+    """The decoder of `opened` with the history described at `path` (NAME.json), which takes the
+    place of any that it has."""
     own = {k: v for k, v in read_description(path).items() if k not in ("base", "training")}
     with plain_errors(path, "description of adapters"):
         config = CombConfig.from_json(own | {"text_config": opened.config.text.to_hf()})
-    history = tensorfile.read(path.with_suffix(".safetensors"))
-    return dataclasses.replace(
-        opened, kind="adapters", config=config, tensors={**opened.tensors, **history}
-    )
+    tensors = {n: t for n, t in opened.tensors.items() if n.startswith("decoder.")}
+    tensors |= tensorfile.read(path.with_suffix(".safetensors"))
+    return dataclasses.replace(opened, kind="adapters", config=config, tensors=tensors)
 
 
 def open_folder(folder: Path, open_base: Callable[[str], Source]) -> Source:

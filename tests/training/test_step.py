@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from combkv_jax.training import step
-from combkv_jax.training.rows import Bucket, RowBuilder
+from combkv_jax.training.rows import Bucket, Piece, RowBuilder
 from combkv_jax.training.taps import encode_taps
 from tests import tiny
 
@@ -20,9 +20,7 @@ def case():
     """A model, a pool of chunks with their taps, rows, and the same as packed samples."""
     rng = np.random.default_rng(20)
     config = tiny.comb_config("lse", chunk_size=CHUNK, sink_tokens=SINKS)
-    arrays = {
-        name: jnp.asarray(x) for name, x in tiny.random_parameters(rng, config).items()
-    }
+    arrays = {name: jnp.asarray(x) for name, x in tiny.random_parameters(rng, config).items()}
     model = step.build(config, arrays)
     pool = rng.integers(0, config.text.vocab_size, (7, CHUNK)).astype(np.int32)
     taps = jax.jit(encode_taps, static_argnums=1)(model.decoder, config.cross_layers, pool)
@@ -35,7 +33,10 @@ def case():
             row.add_history(chunks, pool[chunks[0], :SINKS])
             for sizes in ([(3, 2, False)], [(1, 5, True), (2, 3, False)]):
                 pieces = [
-                    (*(rng.integers(0, config.text.vocab_size, n) for n in (p, a)), is_text)
+                    Piece(
+                        *(rng.integers(0, config.text.vocab_size, n) for n in (p, a)),
+                        is_text=is_text,
+                    )
                     for p, a, is_text in sizes
                 ]
                 row.add_segment(pieces)
@@ -58,7 +59,7 @@ def packed(pool, samples):
 
 def test_loss_and_gradient_are_those_of_the_packed_model(case):
     config, arrays, batch, pool, samples = case
-    trained, frozen = step.split(arrays, config)
+    trained, frozen = step.split(arrays)
     per_row = [len(samples[:4]), len(samples[4:])]
     used = [sum(len(t) for _, t in samples[:4]), sum(len(t) for _, t in samples[4:])]
     assert per_row == [4, 2]
@@ -74,7 +75,7 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
         return total / 2
 
     ours = jax.jit(jax.value_and_grad(step.loss, has_aux=True), static_argnums=3)
-    (value, _), gradient = ours(trained, frozen, batch, config)
+    (value, _), gradient = ours(trained, frozen, batch, config, 0.0)
     expected, expected_gradient = jax.jit(jax.value_and_grad(reference))(trained)
     np.testing.assert_allclose(value, expected, rtol=2e-4)
     for name, wanted in expected_gradient.items():
@@ -93,12 +94,12 @@ def test_weights_of_questions_and_text(case):
 
 def test_steps_reduce_the_loss_and_leave_the_decoder(case):
     config, arrays, batch, _, _ = case
-    trained, frozen = step.split(arrays, config)
-    optimise = step.optimiser(3e-3, 1e-2, steps=20, warmup=2, decay=0.3, clip=1.0)
+    trained, frozen = step.split(arrays)
+    optimise = step.optimiser(3e-3, 1e-2, 20, 2, 0.3, 1.0)
     state = step.State(trained, optimise.init(trained), jnp.int32(0))
     losses = []
     for _ in range(20):
-        state, measured = step.train_step(state, frozen, batch, config, optimise)
+        state, measured = step.train_step(state, frozen, batch, config, optimise, 0.1)
         losses.append(float(measured.loss))
     assert losses[-1] < 0.8 * losses[0]
     assert set(state.trained) == {n for n in arrays if n.startswith("history.")}
@@ -106,13 +107,13 @@ def test_steps_reduce_the_loss_and_leave_the_decoder(case):
 
 def test_a_step_that_is_not_finite_changes_nothing(case):
     config, arrays, batch, _, _ = case
-    trained, frozen = step.split(arrays, config)
-    optimise = step.optimiser(3e-3, 1e-2, steps=20, warmup=2, decay=0.3, clip=1.0)
+    trained, frozen = step.split(arrays)
+    optimise = step.optimiser(3e-3, 1e-2, 20, 2, 0.3, 1.0)
     state = step.State(trained, optimise.init(trained), jnp.int32(0))
     before = jax.tree.map(np.array, state)
     bad = batch._replace(weight=batch.weight * np.nan)
     for count in (1, 2):
-        state, measured = step.train_step(state, frozen, bad, config, optimise)
+        state, measured = step.train_step(state, frozen, bad, config, optimise, 0.1)
         assert not measured.finite
         assert state.skipped == count
     for a, b in zip(
@@ -121,7 +122,7 @@ def test_a_step_that_is_not_finite_changes_nothing(case):
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
-    state, measured = step.train_step(state, frozen, batch, config, optimise)
+    state, measured = step.train_step(state, frozen, batch, config, optimise, 0.1)
     assert measured.finite
     assert state.skipped == 0
 

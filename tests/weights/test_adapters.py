@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from combkv_jax import weights
-from combkv_jax.config import CombConfig
 from combkv_jax.errors import RequestError
 from combkv_jax.weights import adapters, huggingface
 from tests import text, tiny
@@ -95,13 +93,20 @@ def test_a_base_of_another_shape_is_refused(base, tmp_path):
         weights.load(run)
 
 
-def test_a_model_with_a_history_takes_no_adapters(base, tmp_path):
-    config, folder, _, history = base
+def test_adapters_take_the_place_of_a_history(base, tmp_path):
+    config, folder, decoder, history = base
+    weights.convert(folder, tmp_path / "untrained", "float32", kept_layers=[1])
     run = tmp_path / "run"
     run.mkdir()
-    adapters.write(run, adapters.NAME, config, str(folder), history, {})
-    opened = weights.open_source(run)
-    assert isinstance(opened.config, CombConfig)
-    with pytest.raises(RequestError, match="cannot be put on top"):
-        adapters.join(opened, run / "adapters.json")
-    assert dataclasses.replace(opened).kind == "adapters"
+    adapters.write(run, adapters.NAME, config, str(tmp_path / "untrained"), history, {})
+    read, arrays, _ = weights.load(run, "float32")
+    assert read == config
+    np.testing.assert_array_equal(arrays["history.0.bias"], history["history.0.bias"])
+    name = "decoder.layers.1.self_attn.q_proj.weight"
+    np.testing.assert_array_equal(arrays[name], decoder[name])
+
+
+def test_a_preset_without_adapters_of_its_own_stays_as_it_is(base):
+    _, folder, _, _ = base
+    opened = weights.open_source(folder)
+    assert adapters.with_bundled(opened, "no-such-preset") is opened
