@@ -71,8 +71,7 @@ def run(
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
-        note("Interrupted.")
-        return 130
+        return _end(130, "Interrupted.")
     except BrokenPipeError:
         # Python flushes stdout once more at exit; that must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,8 +80,25 @@ def run(
         if "--debug" in argv:
             traceback.print_exc()
         code, sentence = _explain(error)
-        note(f"{parser.prog}: {sentence}")
+        return _end(code, f"{parser.prog}: {sentence}")
+
+
+_process: int | None = None  # the number of this process, where there are several
+
+
+def join(process: int) -> None:
+    """Makes this process one of several: all but the first are silent, and one that fails ends at
+    once (at a normal exit JAX would have it wait for the others, which wait for it)."""
+    global _process
+    _process = process
+
+
+def _end(code: int, sentence: str) -> int:
+    if _process is None:
+        note(sentence)
         return code
+    print(f"Process {_process}: {sentence}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _usable_streams() -> None:
@@ -113,7 +129,8 @@ def _explain(error: Exception) -> tuple[int, str]:
 
 def note(text: str) -> None:
     """One line for the person at the terminal, on stderr, so that stdout stays the result."""
-    print(text, file=sys.stderr, flush=True)
+    if not _process:
+        print(text, file=sys.stderr, flush=True)
 
 
 def prepare_jax() -> None:
@@ -146,7 +163,7 @@ def progress(total: int, label: str, unit: str = "tokens") -> Iterator[Callable[
     A bar with the time left when stderr is a terminal; otherwise a line every few seconds, and
     none at all for work that is over sooner.
     """
-    if not sys.stderr.isatty():
+    if _process or not sys.stderr.isatty():
         yield _PlainProgress(total, label, unit).advance
         return
     from rich.console import Console

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -205,20 +207,31 @@ class Decoder(nnx.Module):
         cache: Cache,
         lengths: jax.Array | None,
         blocks: dict[int, HistoryAttention | CrossLayer],
+        *,
+        remat: Callable | None = None,
     ) -> tuple[jax.Array, Cache]:
         """ids, positions [B, T] -> hidden states before the final norm [B, T, D], and the cache.
 
         blocks: decoder layer -> its view of the history, for layers whose entry has chunks.
+        remat: `jax.checkpoint`, so that a backward pass keeps each layer's input and makes the
+        rest of it again; entries that keep tokens stay as they were then.
         """
         x = self.embed(ids)
         angles = rotary_angles(self.config, positions)
         entries = []
         for i, (layer, entry) in enumerate(zip(self.layers, cache.layers, strict=True)):
             block = blocks.get(i)
-            with jax.named_scope(f"layer_{i}"):
+
+            def run(x, layer=layer, entry=entry, block=block):
                 if isinstance(block, CrossLayer):
                     x, block = block(x, entry), None
-                x, entry = layer(x, angles, entry, lengths, block)
+                return layer(x, angles, entry, lengths, block)
+
+            with jax.named_scope(f"layer_{i}"):
+                if remat:
+                    x = remat(lambda x, run=run: run(x)[0])(x)
+                else:
+                    x, entry = run(x)
             entries.append(entry)
         taken = 1 if lengths is None else lengths
         return x, Cache(tuple(entries), cache.position + taken)

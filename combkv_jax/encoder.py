@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,18 @@ class ChunkEncoder(nnx.Module):
         self.k_proj = nnx.List([key_value_projection(text) for _ in range(count)])
         self.v_proj = nnx.List([key_value_projection(text) for _ in range(count)])
 
-    def __call__(self, x: jax.Array, angles: Angles, entry: Packed) -> list[KeysValues]:
+    def __call__(
+        self, x: jax.Array, angles: Angles, entry: Packed, *, remat: Callable | None = None
+    ) -> list[KeysValues]:
         """Embedded chunk tokens [B, T, D] -> K/V [B, T, K, head_dim] of each cross layer, before
-        the cross layer's k_norm."""
+        the cross layer's k_norm. remat: as in `Decoder.__call__`."""
         out = []
         for layer, k_proj, v_proj in zip(self.layers, self.k_proj, self.v_proj, strict=True):
-            x, _ = layer(x, angles, entry, _whole(x))
+
+            def run(x, layer=layer):
+                return layer(x, angles, entry, _whole(x))[0]
+
+            x = (remat(run) if remat else run)(x)
             out.append(tuple(project_heads(p, x, self.head_dim) for p in (k_proj, v_proj)))
         return out
 

@@ -6,8 +6,9 @@ pytrees: every method is a pure function of the module and its arguments, ready 
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from combkv_jax.cache import Cache, Chunks, Comb, History, Packed
+from combkv_jax.cache import Banded, Cache, Chunks, Comb, History, Packed
 from combkv_jax.config import CombConfig
 from combkv_jax.decoder import CrossLayer, Decoder, HistoryAttention
 from combkv_jax.encoder import ChunkEncoder, KeysValues, encode_sinks, tap_decoder
@@ -50,10 +51,19 @@ class CombLlama(nnx.Module):
     # Encoding
 
     def encode_chunks(
-        self, ids: jax.Array, index: jax.Array, start: jax.Array, stop: jax.Array
+        self,
+        ids: jax.Array,
+        index: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
+        *,
+        longest: int | None = None,
+        remat: Callable | None = None,
     ) -> list[KeysValues]:
         """K/V [B, T, K, head_dim] of each cross layer for chunk tokens ids [B, T]; index is each
-        token's place in its row, and its chunk is `start <= index < stop` there, all [B, T]."""
+        token's place in its row, and its chunk is `start <= index < stop` there, all [B, T].
+        longest: no chunk has more tokens; chunks side by side in long rows are then faster.
+        remat: as in `Decoder.__call__`, where the encoder is trained."""
         config = self.config
         if config.is_original:  # bidirectional, positions from 0
             positions, end = index - start, stop
@@ -62,8 +72,10 @@ class CombLlama(nnx.Module):
         x = self.decoder.embed(ids)
         angles = rotary_angles(config.text, positions)
         entry = Packed(start, end)
+        if longest and ids.shape[1] > 3 * longest:
+            entry = Banded(start, end, longest)
         if config.is_original:
-            return self.encoder(x, angles, entry)
+            return self.encoder(x, angles, entry, remat=remat)
         return tap_decoder(self.decoder.layers, self.blocks, x, angles, entry)
 
     def history_key(self, cross_layer: int, key: jax.Array) -> jax.Array:
@@ -86,7 +98,8 @@ class CombLlama(nnx.Module):
         encoder gives it, before the cross layer's k_norm; in ours it carries rotary.
         """
         ids = jnp.asarray(chunk_ids).reshape(1, -1)
-        states = self.encode_chunks(ids, *_segments(cu_seqlens_chunk, ids.shape[1])[:3])
+        cumulative = jnp.asarray(cu_seqlens_chunk).reshape(1, -1)
+        states = self.encode_chunks(ids, *_segments(cumulative, ids.shape[1])[:3])
         return [(key[0], value[0]) for key, value in states]
 
     # Packed batches
@@ -99,36 +112,54 @@ class CombLlama(nnx.Module):
         chunk tokens of each sample). Positions follow from the lengths. Tokens past the last
         cumulative length are padding, and their logits mean nothing.
         """
-        ids = jnp.asarray(batch["input_ids"]).reshape(1, -1)
-        index, start, _, sample = _segments(batch["cu_seqlens_q"], ids.shape[1])
+        packs = {name: jnp.asarray(x).reshape(1, -1) for name, x in batch.items()}
+        return self.decoder.logits(self.hidden_states(packs)[0])
+
+    def hidden_states(
+        self,
+        packs: Mapping[str, Any],
+        *,
+        longest: int | None = None,
+        remat: Callable | None = None,
+    ) -> jax.Array:
+        """Hidden states before the final norm, [R, total, D], of R packed batches of one shape:
+        what `__call__` takes, with an axis in front. longest: as in `encode_chunks`. remat: as in
+        `Decoder.__call__`."""
+        ids = packs["input_ids"]
+        index, start, _, sample = _segments(packs["cu_seqlens_q"], ids.shape[1])
         positions = index - start
         recent = Packed(start, index + 1)
         entries: list = [recent] * self.config.text.num_hidden_layers
-        if np.size(batch.get("chunk_ids", ())) and self.config.cross_layers:
-            history = self._packed_history(batch, sample)
+        if np.size(packs.get("chunk_ids", ())) and self.config.cross_layers:
+            history = self._packed_history(packs, sample, longest=longest, remat=remat)
             positions = positions + self.recent_offset(history.count)
             entries = [history.entry(i, recent) for i in range(len(entries))]
-        lengths = jnp.full(1, ids.shape[1], jnp.int32)
+        lengths = jnp.full(ids.shape[0], ids.shape[1], jnp.int32)
         cache = Cache(tuple(entries), positions[:, 0])
-        x, _ = self.decoder(ids, positions, cache, lengths, self._blocks_for(entries))
-        return self.decoder.logits(x[0])
+        blocks = self._blocks_for(entries)
+        x, _ = self.decoder(ids, positions, cache, lengths, blocks, remat=remat)
+        return x
 
-    def _packed_history(self, batch: Mapping[str, Any], sample: jax.Array) -> History:
-        """The history of each token [1, total] of a packed batch, by the sample it is in."""
-        cu = jnp.asarray(batch["cu_seqlens_k"])
-        cu_chunk = jnp.asarray(batch["cu_seqlens_chunk"])
-        chunk_ids = jnp.asarray(batch["chunk_ids"]).reshape(-1)
-        states = self.encode(chunk_ids, cu_chunk)
-        # A padding token belongs to the sample past the last one, which has no history.
-        first = jnp.concatenate([cu[:-1], jnp.zeros(1, cu.dtype)])
-        count = jnp.concatenate([jnp.diff(cu), jnp.zeros(1, cu.dtype)])
-        start = first[sample]
+    def _packed_history(self, packs: Mapping[str, Any], sample: jax.Array, **options) -> History:
+        """The history of each token [R, total] of packed batches, by the sample it is in."""
+        cu, cu_chunk = packs["cu_seqlens_k"], packs["cu_seqlens_chunk"]
+        chunk_ids = packs["chunk_ids"]
+        rows, total = chunk_ids.shape
+        segments = _segments(cu_chunk, total)[:3]
+        states = self.encode_chunks(chunk_ids, *segments, **options)
+
+        def of_token(x):
+            """Of each token's sample; past the last one, which padding belongs to, 0."""
+            return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1))), sample, axis=1)
+
+        count = jnp.diff(cu)
+        start = of_token(cu[:, :-1])
         kept = [
             Chunks(
-                self.history_key(i, key).swapaxes(0, 1)[None],
-                value.swapaxes(0, 1)[None],
+                self.history_key(i, key).swapaxes(1, 2),
+                value.swapaxes(1, 2),
                 start,
-                start + count[sample],
+                start + of_token(count),
             )
             for i, (key, value) in enumerate(states)
         ]
@@ -136,15 +167,16 @@ class CombLlama(nnx.Module):
         width = self.config.sink_tokens
         if not self.config.is_original and width:
             # Of the first chunk of each sample, for every layer that keeps no history.
-            after = cu_chunk[jnp.searchsorted(cu_chunk, cu[:-1], side="right")]
-            length = jnp.where(count[:-1] > 0, after - cu[:-1], 0)
-            place = jnp.minimum(cu[:-1, None] + jnp.arange(width), chunk_ids.shape[0] - 1)
+            after = _at(cu_chunk, _number_of(cu_chunk, cu[:, :-1]) + 1)
+            length = jnp.where(count > 0, after - cu[:, :-1], 0)
+            place = jnp.minimum(cu[:, :-1, None] + jnp.arange(width), total - 1)
+            ids = _at(chunk_ids, place.reshape(rows, -1)).reshape(-1, width)
             start = sample * width
-            end = start + jnp.minimum(jnp.append(length, 0), width)[sample]
-            for i, pair in self.encode_sinks(chunk_ids[place], length).items():
-                key, value = (x.reshape(1, -1, *x.shape[2:]).swapaxes(1, 2) for x in pair)
+            end = start + of_token(jnp.minimum(length, width))
+            for i, pair in self.encode_sinks(ids, length.reshape(-1)).items():
+                key, value = (x.reshape(rows, -1, *x.shape[2:]).swapaxes(1, 2) for x in pair)
                 sinks[i] = Chunks(key, value, start, end)
-        return self.make_history(kept, sinks, count[sample])
+        return self.make_history(kept, sinks, of_token(count))
 
     def make_history(
         self, kept: list[Chunks], sinks: Mapping[int, Chunks], count: jax.Array
@@ -191,16 +223,28 @@ class CombLlama(nnx.Module):
 
 
 def _segments(cumulative, total: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of each of `total` packed tokens, [1, total]: its place, the borders of its segment, and
-    the segment's number. A padding token is a segment of itself, numbered past the last."""
+    """Of each of `total` packed tokens, [R, total]: its place, the borders of its segment, and
+    the segment's number, from cumulative lengths [R, segments + 1]. A padding token is a segment
+    of itself, numbered past the last."""
     cumulative = jnp.asarray(cumulative).astype(jnp.int32)
     index = jnp.arange(total, dtype=jnp.int32)
-    number = jnp.searchsorted(cumulative, index, side="right").astype(jnp.int32) - 1
-    real = index < cumulative[-1]
-    start = jnp.where(real, cumulative[jnp.minimum(number, cumulative.shape[0] - 1)], index)
-    stop = jnp.where(real, cumulative[jnp.minimum(number + 1, cumulative.shape[0] - 1)], index + 1)
-    number = jnp.where(real, number, cumulative.shape[0] - 1)
-    return index[None], start[None], stop[None], number[None]
+    index = jnp.broadcast_to(index, (cumulative.shape[0], total))
+    number = _number_of(cumulative, index)
+    real = index < cumulative[:, -1:]
+    start = jnp.where(real, _at(cumulative, number), index)
+    stop = jnp.where(real, _at(cumulative, number + 1), index + 1)
+    return index, start, stop, jnp.where(real, number, cumulative.shape[1] - 1)
+
+
+def _number_of(cumulative: jax.Array, index: jax.Array) -> jax.Array:
+    """The number of the segment that each index [R, n] lies in."""
+    search = functools.partial(jnp.searchsorted, side="right")
+    return jax.vmap(search)(cumulative, index).astype(jnp.int32) - 1
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [R, m] at index [R, n], the last one where an index is past it."""
+    return jnp.take_along_axis(x, jnp.minimum(index, x.shape[1] - 1), axis=1)
 
 
 # Parameters by name

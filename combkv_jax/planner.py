@@ -195,18 +195,18 @@ def plan_decode(
     placement = sharding.place(config.text, gpu_mesh(gpu, mesh))
     model = abstract(config, dtype)
     places = placement.parameters(declarations(config)).values()
-    model = _placed(model, jax.tree.unflatten(jax.tree.structure(model), places))
+    model = placed(model, jax.tree.unflatten(jax.tree.structure(model), places))
     inputs = jax.eval_shape(functools.partial(_step_inputs, history, window, batch), model)
-    state, borrowed, draw, stop = _placed(inputs, placement.cache(inputs))
-    with _no_compile_cache():
+    state, borrowed, draw, stop = placed(inputs, placement.cache(inputs))
+    with no_compile_cache():
         step = jax.jit(generate.decode, donate_argnames="state")
         used = step.lower(model, state, borrowed, draw, stop).compile().memory_analysis()
     cache = (state.cache, borrowed)
-    weights, cached = _nbytes(model), _nbytes(cache)
+    weights, cached = nbytes(model), nbytes(cache)
     new = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
     peak = weights + cached + new
     # One row of the embedding is read, not the table; a tied head reads it all.
-    looked_up = 0 if config.text.tie_word_embeddings else _nbytes(model.decoder.embed_tokens)
+    looked_up = 0 if config.text.tie_word_embeddings else nbytes(model.decoder.embed_tokens)
     chosen = find_gpu(gpu)
     full = full_cache_bytes(config.text, history + window, dtype)
     split = placement.mesh.shape["tensor"] if "kv_heads" in placement.split else 1
@@ -250,21 +250,23 @@ def _step_inputs(history: int, window: int, batch: int, model: CombLlama) -> tup
     return state, borrowed, generate.Draw.of(generate.Sampling()), jnp.zeros(1, jnp.int32)
 
 
-def _placed(tree: Any, places: Any) -> Any:
+def placed(tree: Any, places: Any) -> Any:
+    """A tree of abstract arrays, each at its place."""
+
     def place(leaf, where):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return jax.tree.map(place, tree, places)
 
 
-def _nbytes(tree: Any) -> int:
+def nbytes(tree: Any) -> int:
     """Bytes of abstract arrays on each device of their mesh."""
     leaves = jax.tree.leaves(tree)
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
 
 @contextlib.contextmanager
-def _no_compile_cache() -> Iterator[None]:
+def no_compile_cache() -> Iterator[None]:
     """JAX cannot read back a program for a device that is not there, and warns when it tries."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

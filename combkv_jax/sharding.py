@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,25 +40,38 @@ def mesh_shape(text: str) -> tuple[int, int]:
     return data, tensor
 
 
-def parse_mesh(text: str) -> Mesh:
-    """The mesh for "2x2" (data x tensor).
+def parse_mesh(text: str | None, processes: int = 1) -> Mesh:
+    """The mesh for "2x2" (data x tensor); for None all devices along `data`.
 
     On a CPU with fewer devices virtual ones are made, and stderr says so; JAX allows that only
-    before the first use of a device, so call this early. Raises RequestError for text that cannot
-    be read and for more devices than there are.
+    before the first use of a device, so call this early. processes: what `distributed.start`
+    returned; each gives the same number of its devices, so that rows stay with a process where
+    they can. Raises RequestError for text that cannot be read and for more devices than there are.
     """
+    if text is None:
+        text = f"{len(jax.devices())}x1"
     shape = mesh_shape(text)
     need = shape[0] * shape[1]
+    if need % processes:
+        raise RequestError(
+            f"mesh {text!r} has {need} devices, which {processes} processes cannot share evenly; "
+            f"its size must be a multiple of {processes}."
+        )
+    share = need // processes
     # Harmless where a GPU is found: it counts CPU devices only. RuntimeError: JAX has started.
     with contextlib.suppress(RuntimeError):
-        if jax.config.jax_num_cpu_devices < need <= MOST_VIRTUAL:
-            jax.config.update("jax_num_cpu_devices", need)
+        if jax.config.jax_num_cpu_devices < share <= MOST_VIRTUAL:
+            jax.config.update("jax_num_cpu_devices", share)
     devices = jax.devices()
     kind = devices[0].platform
-    if len(devices) < need:
+    held = [[d for d in devices if d.process_index == i] for i in range(processes)]
+    if min(map(len, held)) < share:
         fitting = f"; there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({kind})"
+        if processes > 1:
+            fitting += f", {' and '.join(str(len(own)) for own in held)} of them in a process"
         raise RequestError(f"mesh {text!r} asks for {need} devices{fitting}.")
-    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:need])
+    chosen = [device for own in held for device in own[:share]]
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=chosen)
     if kind == "cpu" and need > 1:
         note(f"Mesh {text}: {need} virtual devices of one CPU, for trying it out; no faster.")
     return mesh
@@ -84,6 +98,32 @@ class Placement:
         """The sharding of each declared parameter."""
         return {name: self.sharding(d.axes) for name, d in declarations.items()}
 
+    def moments(self, declarations: Mapping[str, Declaration]) -> dict[str, NamedSharding]:
+        """Where each parameter's optimiser state lives: as the parameter, and its largest dimension
+        that the tensor axis leaves whole divided over `data`, where that can be (ZeRO stage 1,
+        Rajbhandari et al. 2020)."""
+        return {name: self._over_data(d) for name, d in declarations.items()}
+
+    def _over_data(self, declared: Declaration) -> NamedSharding:
+        data = self.mesh.shape["data"]
+        names = list(self.sharding(declared.axes).spec)
+        sizes = [
+            size if name is None and size % data == 0 else 0
+            for name, size in zip(names, declared.shape, strict=True)
+        ]
+        if data > 1 and max(sizes, default=0):
+            names[sizes.index(max(sizes))] = "data"
+        return NamedSharding(self.mesh, P(*names))
+
+    def check_rows(self, rows: int, named: str) -> None:
+        """Raises RequestError when the data axis does not divide these rows."""
+        data = self.mesh.shape["data"]
+        if rows % data:
+            raise RequestError(
+                f"{named} cannot be divided over a data axis of {data}; "
+                f"{_listed(_divisors(rows))} would divide it."
+            )
+
     def cache(self, cache: Any) -> Any:
         """A tree like `cache` of shardings: K/V [B, K, S, D] by rows and KV heads, the rest whole.
 
@@ -93,11 +133,8 @@ class Placement:
         leaves = jax.tree.leaves(cache)
         batch = max((leaf.shape[0] for leaf in leaves if leaf.ndim == 4), default=1)
         data = self.mesh.shape["data"]
-        if batch > 1 and batch % data:
-            raise RequestError(
-                f"a batch of {batch} cannot be divided over a data axis of {data}; "
-                f"{_listed(_divisors(batch))} would divide it."
-            )
+        if batch > 1:
+            self.check_rows(batch, f"a batch of {batch}")
         heads = "tensor" if "kv_heads" in self.split else None
 
         def place(leaf) -> NamedSharding:
@@ -136,6 +173,11 @@ def place(config: LlamaConfig, mesh: Mesh) -> Placement:
         if axis not in split
     )
     return Placement(mesh, split, notes)
+
+
+def put(array: np.ndarray, where: Sharding) -> jax.Array:
+    """An array that every process has onto the devices: each process feeds its own part."""
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
 def _divisors(count: int, most: int = MOST_VIRTUAL) -> list[int]:

@@ -48,6 +48,47 @@ def test_more_devices_than_there_are():
         sharding.parse_mesh("4x4")
 
 
+class Gpu:
+    platform = "gpu"
+
+    def __init__(self, process):
+        self.process_index = process
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(0)])
+    with pytest.raises(RequestError, match=r"'1x2' asks for 2 devices; there is 1 \(gpu\)\."):
+        sharding.parse_mesh("1x2")
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(i) for i in (0, 0, 1)])
+    words = r"'4x1' asks for 4 devices; there are 3 \(gpu\), 2 and 1 of them in a process"
+    with pytest.raises(RequestError, match=words):
+        sharding.parse_mesh("4x1", processes=2)
+    with pytest.raises(RequestError, match=r"'3x1' has 3 .* 2 processes .* a multiple of 2"):
+        sharding.parse_mesh("3x1", processes=2)
+
+
+def test_every_process_gives_its_part_of_a_mesh(monkeypatch):
+    made = []
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(i) for i in (0, 0, 0, 1, 1, 1)])
+    monkeypatch.setattr(jax, "make_mesh", lambda *a, devices, **k: made.append(devices))
+    sharding.parse_mesh("2x2", processes=2)
+    assert [device.process_index for device in made[0]] == [0, 0, 1, 1]
+
+
+def test_without_text_all_devices_are_along_data():
+    assert sharding.parse_mesh(None).shape == {"data": 8, "tensor": 1}
+
+
+def test_moments_are_divided_over_data_too():
+    config = tiny.comb_config("lse", (1,), num_hidden_layers=2)
+    placement = sharding.place(config.text, sharding.parse_mesh("2x2"))
+    moments = placement.moments(model.declarations(config))
+    assert moments["history.0.q_proj.weight"].spec == P("tensor", "data")
+    assert moments["history.0.o_proj.weight"].spec == P("data", "tensor")
+    assert moments["history.0.bias"].spec == P("data")
+    assert moments["decoder.lm_head.weight"].spec == P(None, "data")  # 97 x 40
+
+
 def test_virtual_devices_are_made_and_said():
     code = (
         "from combkv_jax.sharding import parse_mesh\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from combkv_jax.cache.base import CacheShape, LayerCache, full_cache_bytes, nbytes, write
-from combkv_jax.cache.comb import Cache, Chunks, Comb, History, Packed
+from combkv_jax.cache.comb import Banded, Cache, Chunks, Comb, History, Packed
 from combkv_jax.cache.full import Full
 from combkv_jax.cache.window import Window
 from combkv_jax.config import LlamaConfig
@@ -16,6 +16,7 @@ from combkv_jax.layers import rotary_frequencies
 
 __all__ = [
     "POLICIES",
+    "Banded",
     "Cache",
     "CacheShape",
     "Chunks",

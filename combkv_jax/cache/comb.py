@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from combkv_jax.attention import Attended, attention, merge
 from combkv_jax.cache.base import LayerCache
@@ -66,6 +67,35 @@ class Packed(LayerCache):
     def prefill(self, query, key, value, lengths):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         return attention(query, key, value, self.start, self.end), self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Banded(Packed):
+    """Packed tokens that see nothing `width` or more tokens away, such as chunks of at most that
+    many: a block of `width` queries is compared with the keys of three blocks, not of all."""
+
+    width: int = dataclasses.field(metadata={"static": True})
+
+    def prefill(self, query, key, value, lengths):
+        rows, tokens = query.shape[:2]
+        blocks = -(-tokens // self.width)
+        pad = blocks * self.width - tokens
+
+        def own(x):  # [B, T, ...] -> [B * blocks, width, ...]
+            x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+            return x.reshape(-1, self.width, *x.shape[2:])
+
+        def beside(x):  # [B, T, K, D] -> [B * blocks, K, 3 * width, D]
+            x = jnp.pad(x, ((0, 0), (self.width, pad + self.width), (0, 0), (0, 0)))
+            x = x.reshape(rows, blocks + 2, self.width, *x.shape[2:])
+            x = jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)
+            return x.reshape(-1, *x.shape[2:]).swapaxes(1, 2)
+
+        first = jnp.tile((jnp.arange(blocks) - 1) * self.width, rows)[:, None]
+        bounds = (own(x) - first for x in (self.start, self.end))
+        found = attention(own(query), beside(key), beside(value), *bounds)
+        return Attended(*(x.reshape(rows, -1, *x.shape[2:])[:, :tokens] for x in found)), self
 
 
 @jax.tree_util.register_dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from combkv_jax import distributed
 from combkv_jax.evaluation import tasks
 from combkv_jax.evaluation.metrics import Predicted
 from combkv_jax.language_model import LanguageModel
@@ -23,8 +24,8 @@ class Checks:
     """Cases made and encoded once, asked as often as wanted.
 
     single: one chunk full of facts. similar: DENSE chunks full of them. passkey: pages of a novel
-    with one fact a chunk, all pages one history. text, other: the text behind a page, given the
-    page or another one.
+    with one fact a chunk, all pages one history. text, other, none: the text behind a page, given
+    the page, another one, or nothing.
     """
 
     def __init__(self, lm: LanguageModel, ask: Asker, seed: int):
@@ -64,6 +65,7 @@ class Checks:
             "text": [self._text(0)],
             "other": [self._text(1)],
         }
+        self.none = self._nll_without_history()  # nothing that is trained takes part in it
 
     def _facts(self, bucket: Bucket, histories: list[list[int]], rng) -> Row:
         row = self._builder(bucket)
@@ -88,6 +90,15 @@ class Checks:
             row.add_segment([Piece(self.after[place][:1], self.after[place][1:], is_text=True)])
         return row.finish(1.0)
 
+    def _nll_without_history(self) -> float:
+        borders = np.arange(PAGES + 1) * (TEXT + 1)
+        ids = np.concatenate(self.after)
+        logits = distributed.fetch(self.lm({"input_ids": ids, "cu_seqlens_q": borders}))
+        column = np.delete(np.arange(len(ids)), borders[1:] - 1)
+        some = logits[column].astype(np.float64)
+        chosen = np.take_along_axis(some, ids[column + 1][:, None], axis=1)[:, 0]
+        return float(np.mean(np.logaddexp.reduce(some, axis=1) - chosen))
+
     def _builder(self, bucket: Bucket) -> RowBuilder:
         config = self.lm.config
         return RowBuilder(bucket, config.chunk_size, config.sink_tokens)
@@ -100,12 +111,14 @@ class Checks:
             parts = []
             for row in rows:
                 batch = step.stack([row], self.taps, self.lm.config.chunk_size)
-                nll, right, _ = step.evaluate(self.lm.config, trained, frozen, batch)
+                nll, right, _ = distributed.fetch(
+                    step.evaluate(self.lm.config, trained, frozen, batch)
+                )
                 real = batch.question > -2
                 parts.append(
                     Predicted(
-                        np.asarray(nll)[real],
-                        np.asarray(right)[real],
+                        nll[real],
+                        right[real],
                         np.maximum(batch.question[real], 0),
                     )
                 )
@@ -113,5 +126,6 @@ class Checks:
             out[f"{name}_nll"] = all_rows.mean_nll
             if name not in ("text", "other"):
                 out[f"{name}_exact"] = all_rows.exact
+        out["none_nll"] = self.none
         out["score"] = out["similar_nll"] + out["passkey_nll"] + out["text_nll"]
         return out

@@ -7,8 +7,12 @@ unseen: neither its noun nor its frame ("The ... of ... is") nor its names are m
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 
 import numpy as np
+
+from combkv_jax.evaluation import recall, tasks
 
 NOUNS = (
     "access number",
@@ -27,6 +31,8 @@ NOUNS = (
     "pass key",
 )
 
+HELD_OUT_NOUNS = "secret code vault figure"  # of the evaluation, and of the checks
+
 # What is told, and how it is asked; {n} noun, {s} subject. A value follows each.
 FRAMES = (
     "The {n} for {s} is",
@@ -38,6 +44,10 @@ FRAMES = (
     "Everybody knew that {s} used the {n}",
     "The {n} given to {s} was",
     "Remember, {s} will need the {n}",
+    "As to {s}, the {n} is",
+    "{S} keeps the {n}",
+    "For {s} the {n} was set to",
+    "The {n} assigned to {s} reads",
 )
 ASKED = (
     "The {n} for {s} is",
@@ -137,18 +147,49 @@ class Told:
         return self.frame if rng.random() < 0.5 else str(rng.choice(ASKED))
 
 
-def draw_subject(rng: np.random.Generator) -> str:
-    """Mostly people whose names share a word with others', some invented names, things, keys."""
+KINDS = _words("number key word mark sign value")  # of a noun made up
+
+
+@functools.cache
+def book_words() -> tuple[str, ...]:
+    """Words of the novels for training, without names and nouns that are held out."""
+    kept_out = (*tasks.NAMES.values(), recall.SURNAMES, *CHECK_LAST, HELD_OUT_NOUNS)
+    held = {word.lower() for text in kept_out for word in text.split()}
+    found = re.findall(r"[a-z]{3,12}", tasks.bundled_text(*tasks.BOOKS["train"]).lower())
+    return tuple(sorted(set(found) - held))
+
+
+def draw_noun(rng: np.random.Generator) -> str:
+    """One of NOUNS, or one made up of a word of the novels and one of KINDS."""
+    if rng.random() < 0.5:
+        return str(rng.choice(NOUNS))
+    return f"{rng.choice(book_words())} {rng.choice(KINDS)}"
+
+
+def draw_names(rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
+    """`count` first and last names each: real ones, words that are no names, and invented ones, so
+    that no name is learned by heart."""
+
+    def name(real: tuple[str, ...]) -> str:
+        kind = rng.random()
+        if kind < 0.4:
+            return str(rng.choice(real))
+        if kind < 0.75:
+            return str(rng.choice(book_words())).title()
+        return "".join(rng.choice(SYLLABLES, rng.integers(2, 5))).title()
+
+    return [name(FIRST) for _ in range(count)], [name(LAST) for _ in range(count)]
+
+
+def draw_subject(rng: np.random.Generator, names: tuple[list[str], list[str]]) -> str:
+    """Mostly people of these first and last names, which many share; some things and keys."""
     kind = rng.random()
-    first, last = str(rng.choice(FIRST)), str(rng.choice(LAST))
-    if kind < 0.55:
-        return f"{first} {last}"
-    if kind < 0.65:
-        return f"{first} {'ABCDEFGHJKLMNPRSTW'[rng.integers(18)]}. {last}"
+    first, last = (str(rng.choice(some)) for some in names)
     if kind < 0.75:
-        made = ["".join(rng.choice(SYLLABLES, rng.integers(2, 4))).title() for _ in range(2)]
-        return " ".join(made[: rng.integers(1, 3)])
-    if kind < 0.85:
+        return f"{first} {last}"
+    if kind < 0.81:
+        return f"{first} {'ABCDEFGHJKLMNPRSTW'[rng.integers(18)]}. {last}"
+    if kind < 0.87:
         return f"{first}" if rng.random() < 0.5 else f"{rng.choice(['Mr.', 'Mrs.', 'Miss'])} {last}"
     if kind < 0.93:
         return f"the {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}"
@@ -157,22 +198,26 @@ def draw_subject(rng: np.random.Generator) -> str:
 
 
 def draw_value(rng: np.random.Generator) -> str:
-    """Mostly five digits, sometimes four to seven, sometimes two words."""
+    """Two to seven digits, often five, and sometimes two words. The first digits are the hard ones:
+    behind them the rest of a number follows by itself."""
     kind = rng.random()
-    if kind < 0.08:
+    if kind < 0.06:
         return " ".join(map(str, rng.choice(WORDS, 2, replace=False)))
-    count = 5 if kind < 0.85 else int(rng.integers(4, 8))
+    count = 5 if kind < 0.4 else int(rng.integers(2, 8 if kind < 0.5 else 4))
     return "".join(map(str, rng.integers(0, 10, count)))
 
 
-def draw_told(rng: np.random.Generator, count: int, noun: str | None) -> list[Told]:
-    """`count` facts of one noun (None: of any) with distinct keys, told in one frame or in any."""
+def draw_told(
+    rng: np.random.Generator, count: int, noun: str | None, names: tuple[list[str], list[str]]
+) -> list[Told]:
+    """`count` facts of one noun (None: of any) about subjects of these names (`draw_names`) with
+    distinct keys, told in one frame or in any."""
     frame = None if rng.random() < 0.3 else str(rng.choice(FRAMES))
     facts: dict[tuple[str, str], Told] = {}
     while len(facts) < count:
         fact = Told(
-            noun or str(rng.choice(NOUNS)),
-            draw_subject(rng),
+            noun or draw_noun(rng),
+            draw_subject(rng, names),
             draw_value(rng),
             frame or str(rng.choice(FRAMES)),
         )

@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from combkv_jax import distributed
 from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import tasks
 from combkv_jax.language_model import LanguageModel
-from combkv_jax.training.facts import NOUNS, Told, draw_told
+from combkv_jax.training.facts import Told, draw_names, draw_noun, draw_told
 from combkv_jax.training.taps import DTYPE, encode_taps
 
 GROUP = 8  # chunks of a group
 AFTER = 128  # tokens behind a group that can be predicted
-ERA = 12  # groups that mostly share a noun, so that many facts differ in the name alone
+ERA = 12  # groups that mostly share a noun and names, so that many facts differ in little
+NAMES = 40  # first names, and last names, of an era
 MOST_FACTS = 18  # of one chunk
 
 Encode = Callable[[str], Sequence[int]]
@@ -53,8 +55,10 @@ def make_group(
 ) -> Group:
     """Group `number`: six in ten are full of facts; of the others' chunks a third have one."""
     rng = np.random.default_rng([seed, 1, number])
-    noun = np.random.default_rng([seed, 2, number // ERA]).choice(NOUNS)
-    noun = str(noun if rng.random() < 0.7 else rng.choice(NOUNS))
+    era = np.random.default_rng([seed, 2, number // ERA])
+    noun, names = draw_noun(era), draw_names(era, NAMES)
+    if rng.random() < 0.3:
+        noun = draw_noun(rng)
     dense = bool(rng.random() < 0.6)
     need = GROUP * chunk_size + AFTER + 1
     lengths = np.cumsum([len(s) for s in sentences])
@@ -69,7 +73,7 @@ def make_group(
     for _ in range(GROUP):
         wanted = int(rng.integers(5, MOST_FACTS + 1)) if dense else int(rng.random() < 0.35)
         facts, pieces, room = [], [], chunk_size
-        for fact in draw_told(rng, wanted, noun if dense else None):
+        for fact in draw_told(rng, wanted, noun if dense else None, names):
             piece = np.asarray(encode(f" {fact.sentence}"), np.int32)
             if len(piece) <= room:
                 facts.append(fact)
@@ -135,8 +139,8 @@ def encode(lm: LanguageModel, ids: np.ndarray) -> list[np.ndarray]:
     for first in range(0, len(ids), GROUP):
         batch = ids[first : first + GROUP]
         padded = np.pad(batch, ((0, GROUP - len(batch)), (0, 0)))
-        taps = _encode(lm.model.decoder, lm.config.cross_layers, padded)
-        parts.append([np.asarray(x)[: len(batch)] for x in taps])
+        taps = distributed.fetch(_encode(lm.model.decoder, lm.config.cross_layers, padded))
+        parts.append([x[: len(batch)] for x in taps])
     return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
 
 

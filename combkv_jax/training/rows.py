@@ -26,9 +26,8 @@ class Bucket(NamedTuple):
 
 
 BUCKETS = (
-    Bucket(16, 448, 0.75),
-    Bucket(64, 384, 0.22, 16),
-    Bucket(176, 224, 0.03, 64),
+    Bucket(16, 448, 0.8),
+    Bucket(48, 448, 0.2, 16),
 )
 
 
@@ -204,7 +203,7 @@ def draw_row(
         rng.shuffle(found)
         end = row.used + share
         # Sometimes the newest text stands in front of the questions, as it does in use.
-        if index == 0 and rng.random() < 0.6:
+        if index == 0 and rng.random() < 0.4:
             text = group.after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
             pieces = [Piece(text[:1], text[1:], is_text=True)]
             pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]

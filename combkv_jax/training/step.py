@@ -1,10 +1,11 @@
-"""The loss of a batch of rows, and one step of the optimiser."""
+"""One step of the optimiser, whatever it trains on; and the loss of a batch of recall rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from combkv_jax.cache import Cache, Chunks, Comb, Packed
 from combkv_jax.config import CombConfig
 from combkv_jax.encoder import encode_sinks
 from combkv_jax.model import CombLlama, build, declarations
+from combkv_jax.training.recipe import Rates
 from combkv_jax.training.rows import Row
 from combkv_jax.training.taps import Taps
 
@@ -54,15 +56,32 @@ class State(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one step. nll, right: [B, A], of each answer token. missed: how far attention was from
-    the answers' places (`missed`)."""
+    """Of one step. aux: what the loss gave beside its value, an axis of micro-batches in front."""
 
     loss: jax.Array
     gradient_norm: jax.Array
     finite: jax.Array
-    missed: jax.Array
+    aux: Any
+
+
+class Objective(Protocol):
+    """What a step lowers; hashable, and the same for the same numbers, so that it is compiled
+    once. A batch is a tree of arrays with an axis of micro-batches in front."""
+
+    def totals(self, batch: Any) -> Any:
+        """What the whole batch's sums are divided by; it does not depend on what is trained."""
+
+    def loss(self, trained: Arrays, frozen: Arrays, micro: Any, totals: Any) -> tuple:
+        """(the micro-batch's part of the loss, more to be looked at); parts add up."""
+
+
+class Rows(NamedTuple):
+    """Of recall rows: NLL of each answer token and whether it was the likeliest, [B, A], and the
+    micro-batch's part of how far attention was from the answers' places (`missed`)."""
+
     nll: jax.Array
     right: jax.Array
+    missed: jax.Array
 
 
 def stack(rows: list[Row], taps: list[np.ndarray], chunk_size: int) -> Batch:
@@ -86,8 +105,8 @@ def split(arrays: Arrays) -> tuple[dict, dict]:
 
 
 def is_trained(name: str) -> bool:
-    """Whether the tensor belongs to the history blocks."""
-    return name.startswith("history.")
+    """Whether the tensor belongs to the history blocks or the original form's encoder."""
+    return name.startswith(("history.", "encoder."))
 
 
 def assemble(config: CombConfig, trained: Arrays, frozen: Arrays) -> CombLlama:
@@ -99,10 +118,10 @@ def assemble(config: CombConfig, trained: Arrays, frozen: Arrays) -> CombLlama:
     return build(config, {**frozen, **cast})
 
 
-def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
+def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch, remat: bool = False):
     """(NLL of each answer token, whether it is the likeliest) [B, A], and for each kept layer the
     log of the share of attention that each answer token's query gave to what it sought,
-    [B, A, H]."""
+    [B, A, H]. remat: make a layer's activations again in the backward pass."""
     model = assemble(config, trained, frozen)
     rows, tokens = batch.ids.shape
     end = jnp.broadcast_to(jnp.arange(1, tokens + 1), (rows, tokens))
@@ -110,6 +129,24 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
     seen = [x * config.chunk_size for x in (batch.first, batch.last)]
     sought = (batch.sought, batch.sought_first, batch.sought_last)
     found: list[jax.Array] = []
+
+    def again(run):
+        """`jax.checkpoint`, which lets arrays out of a layer as its results only."""
+
+        def layer(x):
+            before = len(found)
+            x = run(x)
+            inside = found[before:]
+            del found[before:]
+            return x, inside
+
+        def outer(x):
+            x, inside = jax.checkpoint(layer)(x)
+            found.extend(inside)
+            return x
+
+        return outer
+
     entries: list[Any] = [recent] * config.text.num_hidden_layers
     for i, taps in zip(config.cross_layers, batch.taps, strict=True):
         entries[i] = Comb(recent, chunks=Taps(config, model.blocks[i], taps, *seen, *sought, found))
@@ -124,7 +161,9 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
             entries[i] = Comb(recent, sinks=Chunks(key, value, start, start + width))
     cache = Cache(tuple(entries), batch.position[:, 0])
     lengths = jnp.full(rows, tokens, jnp.int32)
-    x, _ = model.decoder(batch.ids, batch.position, cache, lengths, model.blocks)
+    x, _ = model.decoder(
+        batch.ids, batch.position, cache, lengths, model.blocks, remat=again if remat else None
+    )
     # The head is run for answer tokens only.
     logits = model.decoder.logits(jnp.take_along_axis(x, batch.column[..., None], axis=1))
     chosen = jnp.take_along_axis(logits, batch.target[..., None], axis=-1)[..., 0]
@@ -135,10 +174,9 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch):
 
 def missed(config: CombConfig, batch: Batch, found: list[jax.Array]) -> jax.Array:
     """-log of the share of attention that at least one head gave to what was sought, if heads
-    looked independently; the mean over answer tokens and the kept layers of the upper half, where
-    a question's tokens know what they ask for."""
-    seeking = jnp.take_along_axis(batch.sought_last, batch.column, axis=1) > 0
-    seeking &= batch.question >= 0
+    looked independently; the sum over answer tokens, and the mean over the kept layers of the
+    upper half, where a question's tokens know what they ask for."""
+    seeking = is_seeking(batch)
     upper = [
         x
         for i, x in zip(config.cross_layers, found, strict=True)
@@ -149,64 +187,109 @@ def missed(config: CombConfig, batch: Batch, found: list[jax.Array]) -> jax.Arra
         share = jnp.exp(jnp.where(seeking[..., None], x, 0.0))
         nobody = jnp.exp(jnp.sum(jnp.log1p(-jnp.minimum(share, 1 - 1e-6)), axis=-1))
         total -= jnp.sum(jnp.where(seeking, jnp.log(1 - nobody + 1e-6), 0.0))
-    return total / (max(len(upper), 1) * jnp.maximum(jnp.sum(seeking), 1))
+    return total / max(len(upper), 1)
 
 
-def loss(
-    trained: Arrays, frozen: Arrays, batch: Batch, config: CombConfig, attention_weight: float
-):
-    """Weighted NLL, the mean over rows, and `attention_weight` times what attention missed; and
-    (NLL, right, missed)."""
-    nll, right, found = predict(config, trained, frozen, batch)
-    away = missed(config, batch, found)
-    value = jnp.sum(nll * batch.weight) / nll.shape[0] + attention_weight * away
-    return value, (nll, right, away)
+def is_seeking(batch: Batch) -> jax.Array:
+    """Whether an answer token has a place in the history to look for, [..., B, A]."""
+    seeking = jnp.take_along_axis(batch.sought_last, batch.column, axis=-1) > 0
+    return seeking & (batch.question >= 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """Weighted NLL of answers and text, the mean over rows, and `attention_weight` times what
+    attention missed, the mean over answer tokens."""
+
+    config: CombConfig
+    attention_weight: float
+    remat: bool = False
+
+    def totals(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Rows, and answer tokens that seek."""
+        rows = jnp.float32(batch.ids.shape[0] * batch.ids.shape[1])
+        return rows, jnp.maximum(jnp.sum(is_seeking(batch)), 1)
+
+    def loss(self, trained: Arrays, frozen: Arrays, micro: Batch, totals) -> tuple:
+        """As `Objective.loss`, with `Rows`."""
+        rows, seeking = totals
+        nll, right, found = predict(self.config, trained, frozen, micro, self.remat)
+        away = missed(self.config, micro, found) / seeking
+        value = jnp.sum(nll * micro.weight) / rows + self.attention_weight * away
+        return value, Rows(nll, right, away)
 
 
 @functools.cache  # one object for the same numbers, so that a step is compiled once for them
-def optimiser(rate: float, gate_rate: float, steps: int, warmup: int, decay: float, clip: float):
-    """Adam for projections and gates, each with its own rate: warm-up, constant, and over the
-    last `decay` share of the steps a cosine down to nothing. clip: of the gradient's norm."""
+def optimiser(
+    stages: tuple[Rates, ...], clip: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """Adam for projections and gates, each with its own rate, stage after stage: warm-up,
+    constant, and a cosine down to nothing. clip: of the gradient's norm. weight_decay: of
+    matrices alone (Loshchilov & Hutter 2019)."""
 
-    def schedule(peak: float):
-        falling = max(1, round(decay * steps))
+    def one(peak: float, stage: Rates):
+        falling = max(1, round(stage.decay * stage.steps))
         parts = [
-            optax.linear_schedule(0.0, peak, warmup),
+            optax.linear_schedule(0.0, peak, stage.warmup),
             optax.constant_schedule(peak),
             optax.cosine_decay_schedule(peak, falling),
         ]
-        return optax.join_schedules(parts, [warmup, max(warmup, steps - falling)])
+        joined = optax.join_schedules(
+            parts, [stage.warmup, max(stage.warmup, stage.steps - falling)]
+        )
+        return lambda count: joined(count + 1)  # the first step is to move too
 
-    # Count from 1: the first step is to move too.
-    shifted = lambda peak: lambda count: schedule(peak)(count + 1)  # noqa: E731
+    def schedule(name: str):
+        ends = np.cumsum([stage.steps for stage in stages])[:-1].tolist()
+        return optax.join_schedules([one(getattr(s, name), s) for s in stages], ends)
+
+    projections = optax.adamw(
+        schedule("rate"),
+        b2=0.99,
+        weight_decay=weight_decay,
+        mask=lambda trained: jax.tree.map(lambda x: x.ndim > 1, trained),
+    )
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.partition(
-            {
-                "projection": optax.adam(shifted(rate), b2=0.99),
-                "gate": optax.adam(shifted(gate_rate), b2=0.99),
-            },
-            lambda trained: {
-                name: "projection" if name.endswith(".weight") else "gate" for name in trained
-            },
+            {"projection": projections, "gate": optax.adam(schedule("gate_rate"), b2=0.99)},
+            lambda trained: {name: "gate" if is_gate(name) else "projection" for name in trained},
         ),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "optimise"), donate_argnames="state")
+def is_gate(name: str) -> bool:
+    """Whether a trained tensor is a gate: a bias, a scale or a tanh gate, no projection or norm."""
+    return not name.endswith(".weight")
+
+
+def gradients(
+    trained: Arrays, frozen: Arrays, batch: Any, objective: Objective
+) -> tuple[jax.Array, dict[str, jax.Array], Any]:
+    """(loss, gradient, aux with an axis of micro-batches in front) of a whole batch, one
+    micro-batch after the other, added up in float32."""
+    totals = objective.totals(batch)
+    gradient = jax.value_and_grad(objective.loss, has_aux=True)
+
+    def add(so_far, micro):
+        (value, aux), grads = gradient(trained, frozen, micro, totals)
+        return jax.tree.map(jnp.add, so_far, (value, grads)), aux
+
+    zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
+    (value, grads), aux = jax.lax.scan(add, zero, batch)
+    return value, grads, aux
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "optimise"), donate_argnames="state")
 def train_step(
     state: State,
     frozen: Arrays,
-    batch: Batch,
-    config: CombConfig,
+    batch: Any,
+    objective: Objective,
     optimise: optax.GradientTransformation,
-    attention_weight: float,
 ) -> tuple[State, Measured]:
     """One step; a step whose loss or gradient is not finite leaves everything but `skipped`."""
-    gradient = jax.value_and_grad(loss, has_aux=True)
-    (value, (nll, right, away)), grads = gradient(
-        state.trained, frozen, batch, config, attention_weight
-    )
+    value, grads, aux = gradients(state.trained, frozen, batch, objective)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(value) & jnp.isfinite(norm)
     updates, moved = optimise.update(grads, state.optimiser, state.trained)
@@ -216,7 +299,14 @@ def train_step(
         jax.tree.map(keep, moved, state.optimiser),
         jnp.where(finite, 0, state.skipped + 1),
     )
-    return new, Measured(value, norm, finite, away, nll, right)
+    return new, Measured(value, norm, finite, aux)
+
+
+def accumulated(micro_batches: Sequence[Any]) -> Any:
+    """One batch for `train_step` of micro-batches of one shape."""
+    if len(micro_batches) == 1:  # a view: a batch may be large
+        return jax.tree.map(lambda x: x[None], micro_batches[0])
+    return jax.tree.map(lambda *x: np.stack(x), *micro_batches)
 
 
 evaluate = jax.jit(predict, static_argnames="config")

@@ -41,11 +41,17 @@ def open_source(source: str | Path) -> Source:
     return opened
 
 
-def read_source_config(source: str | Path, note: Say = lambda line: None) -> CombConfig:
+def read_source_config(
+    source: str | Path,
+    note: Say = lambda line: None,
+    *,
+    encoder: str | None = None,
+    kept_layers: str | Sequence[int] | None = None,
+) -> CombConfig:
     """The model that `load(source)` makes, without its weights: a preset whose shapes are known
     here is not asked for, and of another hub model only the JSON files are fetched.
 
-    source, Raises: as `open_source`. note: as in `plan.choose_config`.
+    source, Raises: as `open_source`. The rest: as in `plan.choose_config`.
     """
     name, config = str(source), None
     if not Path(source).exists():
@@ -55,7 +61,7 @@ def read_source_config(source: str | Path, note: Say = lambda line: None) -> Com
             folder = huggingface.download(hub_id, weights=False)
             if not (folder / f"{adapters.NAME}.json").is_file():
                 _, config = _read_config(folder)
-    return choose_config(config or open_source(source).config, note=note)
+    return choose_config(config or open_source(source).config, encoder, kept_layers, note)
 
 
 def _trained(source: str | Path, encoder: str | None, kept_layers) -> Source:

@@ -1,7 +1,8 @@
 """Trained history blocks on their own: a safetensors file beside a JSON file.
 
 The decoder they belong to stays where it is: NAME.json says which model it is and how it is cut
-into chunks, NAME.safetensors holds `history.*`, projections in bfloat16 and gates in float32.
+into chunks, NAME.safetensors holds `history.*` (and `encoder.*` of the original form), projections
+in bfloat16 and gates in float32.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def write(
 ) -> None:
     """Writes NAME.safetensors and NAME.json into `folder`, each all or nothing.
 
-    base: the model as it was asked for. arrays: `history.*`, anything NumPy can read. facts: of
-    the training, kept for people.
+    base: the model as it was asked for. arrays: all but the decoder's, anything NumPy can read.
+    facts: of the training, kept for people.
     """
     layout = {
         n: (tuple(x.shape), BFLOAT16 if n.endswith(".weight") else np.dtype(np.float32))

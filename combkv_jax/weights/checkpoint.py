@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -17,9 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from combkv_jax import distributed
 from combkv_jax.config import CombConfig
 from combkv_jax.console import note
 from combkv_jax.errors import RequestError
@@ -37,6 +40,9 @@ WEIGHTS = "weights"
 ROOM_BYTES = 1 << 22  # for the metadata of one checkpoint
 INDEX = "tensors.json"  # in WEIGHTS: name -> [dtype, shape], the order of the checkpoint
 _GROUP = re.compile(r"(?:decoder\.layers|history|encoder\.\w+)\.\d+|decoder\.\w+")
+
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's words
+_PARTIAL = ".orbax-checkpoint-tmp"
 
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -184,16 +190,26 @@ class TrainingCheckpoints:
 
     def __init__(self, folder: Path, keep: int):
         self.folder = folder.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        # What goes wrong is said here in a line; orbax would log the same with tracebacks.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+        )
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, tree) -> None:
-        """Begins to save; the arrays may be donated as soon as this returns."""
+        """Begins to save; the arrays may be donated as soon as this returns. Of several processes
+        each must call it."""
+        with self._said():  # of the save before, whose failure is known once it has ended
+            self.manager.wait_until_finished()
         if step == self.manager.latest_step():
             return
         with self._said():
-            # Real copies: on a CPU a view of a donated array would change under the writer.
-            leaves = {f"{i:05}": np.array(x) for i, x in enumerate(jax.tree.leaves(tree))}
+            needed = sum(x.nbytes for x in jax.tree.leaves(tree)) + ROOM_BYTES
+            full = shutil.disk_usage(self.folder).free < needed  # orbax would print tracebacks
+            if distributed.any_of_all(full):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            leaves = {f"{i:05}": _copy(x) for i, x in enumerate(jax.tree.leaves(tree))}
             self.manager.save(step, args=ocp.args.StandardSave(leaves))
 
     def restore(self, like):
@@ -222,5 +238,15 @@ class TrainingCheckpoints:
         try:
             yield
         except Exception as error:  # orbax and tensorstore raise what they like on a full disk
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            note(f"A checkpoint in {self.folder} was not written: {reason[:200]}")
+            reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0][:200]
+            if cause := _SYSTEM_ERROR.search(str(error)):
+                reason = os.strerror(int(cause[1]))
+            note(f"A checkpoint in {self.folder} was not written: {reason}.")
+            for partial in self.folder.glob(f"*{_PARTIAL}*") if jax.process_index() == 0 else ():
+                shutil.rmtree(partial, ignore_errors=True)  # it only takes room
+
+
+def _copy(array: jax.Array) -> np.ndarray | jax.Array:
+    """On the host, or where other processes hold parts of it, on the devices. A real copy: on a
+    CPU a view of a donated array would change under the writer."""
+    return np.array(array) if array.is_fully_addressable else jnp.copy(array)

@@ -74,8 +74,8 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
             total += jnp.sum(-logp[at, batch.target[r, :count]] * batch.weight[r, :count])
         return total / 2
 
-    ours = jax.jit(jax.value_and_grad(step.loss, has_aux=True), static_argnums=3)
-    (value, _), gradient = ours(trained, frozen, batch, config, 0.0)
+    ours = jax.jit(step.gradients, static_argnums=3)
+    value, gradient, _ = ours(trained, frozen, step.accumulated([batch]), step.Recall(config, 0.0))
     expected, expected_gradient = jax.jit(jax.value_and_grad(reference))(trained)
     np.testing.assert_allclose(value, expected, rtol=2e-4)
     for name, wanted in expected_gradient.items():
@@ -83,6 +83,33 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
         assert scale > 0, name
         # The taps are rounded to float16.
         np.testing.assert_allclose(gradient[name], wanted, atol=3e-2 * scale, err_msg=name)
+
+
+def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
+    config, arrays, batch, _, _ = case
+    trained, frozen = step.split(arrays)
+    gradients = jax.jit(step.gradients, static_argnums=3)
+    objective = step.Recall(config, 0.5)
+    value, gradient, rows = gradients(trained, frozen, step.accumulated([batch]), objective)
+    one_by_one = [
+        jax.tree.map(lambda x, i=i: x[i : i + 1], batch)._replace(
+            taps=tuple(x[:, i : i + 1] for x in batch.taps)
+        )
+        for i in range(2)
+    ]
+    parts = step.accumulated(one_by_one)
+    for some, goal in (
+        (parts, objective),
+        (step.accumulated([batch]), step.Recall(config, 0.5, True)),
+    ):
+        other, wanted, more = gradients(trained, frozen, some, goal)
+        np.testing.assert_allclose(other, value, rtol=1e-5)
+        np.testing.assert_allclose(np.sum(more.missed), np.sum(rows.missed), rtol=1e-5)
+        nll = rows.nll.reshape(more.nll.shape)
+        np.testing.assert_allclose(more.nll, nll, rtol=1e-4, atol=1e-5)
+        for name, x in gradient.items():
+            scale = np.abs(x).max()
+            np.testing.assert_allclose(wanted[name], x, atol=1e-5 * scale, err_msg=name)
 
 
 def test_weights_of_questions_and_text(case):
@@ -95,11 +122,12 @@ def test_weights_of_questions_and_text(case):
 def test_steps_reduce_the_loss_and_leave_the_decoder(case):
     config, arrays, batch, _, _ = case
     trained, frozen = step.split(arrays)
-    optimise = step.optimiser(3e-3, 1e-2, 20, 2, 0.3, 1.0)
+    optimise = step.optimiser((step.Rates(3e-3, 1e-2, 20, 2, 0.3),), 1.0)
     state = step.State(trained, optimise.init(trained), jnp.int32(0))
+    batch, objective = step.accumulated([batch]), step.Recall(config, 0.1)
     losses = []
     for _ in range(20):
-        state, measured = step.train_step(state, frozen, batch, config, optimise, 0.1)
+        state, measured = step.train_step(state, frozen, batch, objective, optimise)
         losses.append(float(measured.loss))
     assert losses[-1] < 0.8 * losses[0]
     assert set(state.trained) == {n for n in arrays if n.startswith("history.")}
@@ -108,12 +136,13 @@ def test_steps_reduce_the_loss_and_leave_the_decoder(case):
 def test_a_step_that_is_not_finite_changes_nothing(case):
     config, arrays, batch, _, _ = case
     trained, frozen = step.split(arrays)
-    optimise = step.optimiser(3e-3, 1e-2, 20, 2, 0.3, 1.0)
+    optimise = step.optimiser((step.Rates(3e-3, 1e-2, 20, 2, 0.3),), 1.0)
     state = step.State(trained, optimise.init(trained), jnp.int32(0))
     before = jax.tree.map(np.array, state)
+    batch, objective = step.accumulated([batch]), step.Recall(config, 0.1)
     bad = batch._replace(weight=batch.weight * np.nan)
     for count in (1, 2):
-        state, measured = step.train_step(state, frozen, bad, config, optimise, 0.1)
+        state, measured = step.train_step(state, frozen, bad, objective, optimise)
         assert not measured.finite
         assert state.skipped == count
     for a, b in zip(
@@ -122,13 +151,13 @@ def test_a_step_that_is_not_finite_changes_nothing(case):
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
-    state, measured = step.train_step(state, frozen, batch, config, optimise, 0.1)
+    state, measured = step.train_step(state, frozen, batch, objective, optimise)
     assert measured.finite
     assert state.skipped == 0
 
 
 def test_rates_warm_up_stay_and_fall():
-    optimise = step.optimiser(1e-2, 1e-1, steps=30, warmup=5, decay=0.4, clip=1e9)
+    optimise = step.optimiser((step.Rates(1e-2, 1e-1, steps=30, warmup=5, decay=0.4),), clip=1e9)
     trained = {"history.0.q_proj.weight": jnp.ones(()), "history.0.bias": jnp.ones(())}
     state, moves = optimise.init(trained), []
     for _ in range(30):

@@ -15,7 +15,7 @@ import train as command
 from combkv_jax import console, sharding
 from combkv_jax.errors import RequestError
 from combkv_jax.model import parameters
-from combkv_jax.training import checks, rows, step, trainer
+from combkv_jax.training import checks, lessons, rows, step, trainer
 from combkv_jax.weights import adapters
 from tests import text
 
@@ -40,8 +40,8 @@ SETTINGS = trainer.Settings(
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """One shape of short rows, and checks that only give a number."""
-    monkeypatch.setattr(trainer, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
-    monkeypatch.setattr(trainer, "Checks", NoChecks)
+    monkeypatch.setattr(lessons, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
+    monkeypatch.setattr(lessons, "Checks", NoChecks)
 
 
 class NoChecks:
@@ -90,12 +90,8 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_resumed_run_ends_bit_for_bit_where_the_straight_one_does(lm, tmp_path):
-    straight = train(lm, tmp_path / "a")
-    assert [line["step"] for line in log(tmp_path / "a")] == [1, 2, 3, 4]
-    assert all(line["finite"] for line in log(tmp_path / "a"))
-
-    # SIGTERM in the first step: it is finished and saved, and the run leaves.
+def stop_in_the_first_step(lm, out, **changes):
+    """SIGTERM in the first step: it is finished and saved, and the run leaves."""
     steps = trainer.step.train_step
     signals = []
 
@@ -106,8 +102,16 @@ def test_a_resumed_run_ends_bit_for_bit_where_the_straight_one_does(lm, tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.step, "train_step", killed)
-        stopped = train(lm, tmp_path / "b")
+        stopped = train(lm, out, **changes)
     assert stopped.done == 1
+
+
+def test_a_resumed_run_ends_bit_for_bit_where_the_straight_one_does(lm, tmp_path):
+    straight = train(lm, tmp_path / "a")
+    assert [line["step"] for line in log(tmp_path / "a")] == [1, 2, 3, 4]
+    assert all(line["finite"] for line in log(tmp_path / "a"))
+
+    stop_in_the_first_step(lm, tmp_path / "b")
     with (tmp_path / "b/log.jsonl").open("a") as file:
         file.write('{"step": 2, "loss": 0}\n')  # killed after it logged, before it saved
     resumed = train(lm, tmp_path / "b", resume=True)
@@ -121,17 +125,27 @@ def one_device(lm, tmp_path_factory):
     """The losses of two steps on one device."""
     out = tmp_path_factory.mktemp("one") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
-        patch.setattr(trainer, "Checks", NoChecks)
-        train(lm, out, steps=2)
+        patch.setattr(lessons, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
+        patch.setattr(lessons, "Checks", NoChecks)
+        train(lm, out, steps=2, rows=4)
     return [line["loss"] for line in log(out)]
 
 
-@pytest.mark.parametrize("shape", ["2x1", "2x2"])
+@pytest.mark.parametrize("shape", ["4x1", "1x4", "2x2"])
 def test_losses_are_the_same_on_any_mesh(lm, one_device, tmp_path, shape):
-    train(lm, tmp_path / "mesh", steps=2, mesh=sharding.parse_mesh(shape))
+    mesh = sharding.parse_mesh(shape)
+    run = train(lm, tmp_path / "mesh", steps=2, rows=4, mesh=mesh)
     losses = [line["loss"] for line in log(tmp_path / "mesh")]
     np.testing.assert_allclose(losses, one_device, atol=1e-4)
+    if shape != "1x4":  # the two KV heads are not divided
+        moments = jax.tree.leaves(run.state.optimiser)
+        held = sum(x.addressable_shards[0].data.nbytes for x in moments)
+        assert held < 1.02 * sum(x.nbytes for x in moments) / mesh.size
+    # And of a run that began on one device.
+    out = tmp_path / "other"
+    stop_in_the_first_step(lm, out, steps=2, rows=4)
+    train(lm, out, resume=True, steps=2, rows=4, mesh=mesh)
+    np.testing.assert_allclose([line["loss"] for line in log(out)], one_device, atol=1e-4)
 
 
 def test_adapters_are_the_trained_blocks(lm, tmp_path):
@@ -143,8 +157,7 @@ def test_adapters_are_the_trained_blocks(lm, tmp_path):
     tensors = adapters.tensorfile.read(path.with_suffix(".safetensors"))
     assert set(tensors) == set(run.state.trained)
     for name, tensor in tensors.items():
-        gate = name.rsplit(".", 1)[-1] in trainer.GATES
-        assert tensor.stored == ("float32" if gate else "bfloat16")
+        assert tensor.stored == ("float32" if step.is_gate(name) else "bfloat16")
 
 
 def test_checks_measure_what_they_say(lm, monkeypatch):
@@ -155,7 +168,7 @@ def test_checks_measure_what_they_say(lm, monkeypatch):
     trained, frozen = step.split(parameters(lm.model))
     found = made.measure(trained, frozen)
     assert set(found) == {
-        *(f"{name}_nll" for name in ("single", "similar", "passkey", "text", "other")),
+        *(f"{name}_nll" for name in ("single", "similar", "passkey", "text", "other", "none")),
         *(f"{name}_exact" for name in ("single", "similar", "passkey")),
         "score",
     }
@@ -175,7 +188,7 @@ def test_losses_that_are_not_finite_end_the_run_and_keep_the_checkpoint(lm, tmp_
         spoilt = len(drawn) > 2 * SETTINGS.rows
         return dataclasses.replace(row, weight=row.weight * np.nan) if spoilt else row
 
-    monkeypatch.setattr(trainer, "draw_row", draw)
+    monkeypatch.setattr(lessons, "draw_row", draw)
     with pytest.raises(RequestError, match="5 steps in a row"):
         train(lm, tmp_path / "run", steps=20)
     assert [p.name for p in (tmp_path / "run/state").iterdir()] == ["2"]
@@ -189,9 +202,9 @@ def test_a_folder_with_something_in_it_is_refused(lm, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["note.txt"]
 
 
-def test_the_original_form_is_refused(tmp_path):
+def test_recall_is_refused_for_the_original_form(tmp_path):
     original = text.byte_model("tanh", 6, chunk_size=96)
-    with pytest.raises(RequestError, match="own form"):
+    with pytest.raises(RequestError, match="own form.*--data"):
         train(original, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -206,7 +219,7 @@ def test_resume_needs_a_run_with_the_same_settings(lm, tmp_path):
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused(lm, tmp_path):
-    with pytest.raises(RequestError, match="3 rows .* data axis of 2"):
+    with pytest.raises(RequestError, match=r"3 rows \(--rows\) .* data axis of 2; 1 or 3 would"):
         train(lm, tmp_path / "run", rows=3, mesh=sharding.parse_mesh("2x1"))
 
 
