@@ -9,6 +9,7 @@ from pathlib import Path
 
 from combkv_jax import console
 from combkv_jax.errors import RequestError
+from combkv_jax.evaluation.tasks import RECALL_TASKS
 
 
 def _layer_list(text: str) -> tuple[int, ...]:
@@ -60,10 +61,21 @@ def _parser() -> console.Parser:
         "well novels go on behind 4k tokens",
     )
     parser.add_argument(
-        "--questions", type=console.positive_int, default=25, help="of each history (25)"
+        "--tasks",
+        nargs="+",
+        choices=RECALL_TASKS,
+        default=list(RECALL_TASKS),
+        help="passkey: facts in chunks of their own among plain text; similar: 8 in every chunk "
+        "(default: both)",
     )
     parser.add_argument(
-        "--histories", type=console.positive_int, default=4, help="of each length (4)"
+        "--questions", type=console.positive_int, default=100, help="of each task and length (100)"
+    )
+    parser.add_argument(
+        "--histories",
+        type=console.positive_int,
+        default=2,
+        help="that these are shared out to, at least (2)",
     )
     parser.add_argument("--chunk-size", type=console.positive_int, help="default: the model's own")
     parser.add_argument(
@@ -86,7 +98,14 @@ def _main(args: argparse.Namespace) -> None:
     model = load(args.model)
     if args.recall is not None:
         lengths = tuple(args.recall or recall.LENGTHS)
-        recall.report(model, lengths, args.histories, args.questions, args.report)
+        recall.report(
+            model,
+            lengths,
+            args.report,
+            task_names=tuple(args.tasks),
+            histories=args.histories,
+            questions=args.questions,
+        )
         return
     config = report.decoder_form(model, args.chunk_size)
     given = {} if args.measure_layers is None else report.named(config, args.measure_layers)

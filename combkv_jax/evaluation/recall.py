@@ -20,7 +20,6 @@ from combkv_jax.evaluation.tasks import Encode, Fact
 from combkv_jax.generate import Sampling
 from combkv_jax.language_model import LanguageModel
 
-TASKS = ("passkey", "similar")
 FACTS_PER_CHUNK = 8  # of `similar`
 LENGTHS = (4096, 32768, 131072)  # tokens
 PAIRS = 10  # of places in the novels
@@ -80,8 +79,9 @@ def recall_case(
     similar: FACTS_PER_CHUNK in every chunk, of which `ask` are asked for. Raises RequestError when
     the length is too short for that.
     """
-    if task not in TASKS:
-        raise RequestError(f"recall task {task!r} is not one of {', '.join(TASKS)}.")
+    if task not in tasks.RECALL_TASKS:
+        known = ", ".join(tasks.RECALL_TASKS)
+        raise RequestError(f"recall task {task!r} is not one of {known}.")
     chunks = num_tokens // chunk_size
     each = FACTS_PER_CHUNK if task == "similar" else 1
     if chunks * each < 1:
@@ -136,25 +136,39 @@ def measure(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Recall:
-    """Asks `questions` of each of `histories` histories. progress: told of compressed tokens."""
-    right = digits = total = 0
-    for index in range(histories):
-        rng = np.random.default_rng([seed, TASKS.index(task), num_tokens, index])
-        case = recall_case(lm.tokens, rng, task, num_tokens, lm.config.chunk_size, questions)
+    """Asks `questions` in all, the same number of each history but the last: of `histories`
+    histories, or of more where one has no chunk for every passkey. progress: told of compressed
+    tokens."""
+    chunks = max(1, num_tokens // lm.config.chunk_size)
+    each = -(-questions // histories)
+    if task == "passkey":
+        each = min(each, chunks)
+    right = digits = total = made = 0
+    while total < questions:
+        rng = np.random.default_rng([seed, tasks.RECALL_TASKS.index(task), num_tokens, made])
+        ask = min(each, questions - total)
+        case = recall_case(lm.tokens, rng, task, num_tokens, lm.config.chunk_size, ask)
+        made += 1
         for answer, wanted in ask_all(lm, case, progress):
             right += answer.startswith(wanted)
             digits += sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
             total += 1
-    chunks = num_tokens // lm.config.chunk_size
-    facts = chunks * FACTS_PER_CHUNK if task == "similar" else min(questions, chunks)
-    return Recall(task, num_tokens, facts, histories, total, right, digits / total)
+    facts = chunks * FACTS_PER_CHUNK if task == "similar" else each
+    return Recall(task, num_tokens, facts, made, total, right, digits / total)
 
 
 def report(
-    lm: LanguageModel, lengths: tuple[int, ...], histories: int, questions: int, folder: Path
+    lm: LanguageModel,
+    lengths: tuple[int, ...],
+    folder: Path,
+    *,
+    task_names: tuple[str, ...],
+    histories: int,
+    questions: int,
 ) -> None:
-    """Measures both tasks at these lengths (tokens) and the continuation of novels behind 4k
-    tokens; prints tables, and writes `recall.json` into the folder after every cell."""
+    """Measures the continuation of novels behind 4k tokens and these tasks at these lengths
+    (tokens), as `measure` does; prints tables, and writes `recall.json` into the folder after
+    every cell."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list] = {"recall": [], "continuation": []}
 
@@ -171,7 +185,7 @@ def report(
 
     cells = []
     for num_tokens in lengths:
-        for task in TASKS:
+        for task in task_names:
             begin = time.monotonic()
             with console.progress(histories * num_tokens, f"{task}, {num_tokens}") as advance:
                 cell = measure(
@@ -180,7 +194,15 @@ def report(
             keep("recall", cell, begin)
             console.note(f"{task}, {num_tokens} tokens: {cell.rate:.3f} exact")
             cells.append(
-                (task, num_tokens, cell.facts, histories, cell.questions, cell.rate, cell.digits)
+                (
+                    task,
+                    num_tokens,
+                    cell.facts,
+                    cell.histories,
+                    cell.questions,
+                    cell.rate,
+                    cell.digits,
+                )
             )
     header = ("task", "tokens", "facts", "histories", "questions", "exact", "digits right")
     console.print_table(cells, header)

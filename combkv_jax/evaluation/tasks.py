@@ -20,6 +20,7 @@ from combkv_jax.errors import RequestError
 
 Encode = Callable[[str], Sequence[int]]
 
+RECALL_TASKS = ("passkey", "similar")  # of evaluation/recall.py
 BOOKS = {
     "judge": ("pride_and_prejudice", "persuasion"),
     "choose": ("emma",),

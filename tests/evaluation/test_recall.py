@@ -53,9 +53,14 @@ def test_an_answer_counts_when_all_digits_are_right(monkeypatch):
         return list(zip([said["wrong"], *(w + ". And" for w in wanted[1:])], wanted, strict=True))
 
     monkeypatch.setattr(recall, "ask_all", ask)
-    cell = recall.measure(lm, "passkey", CHUNK * 6, histories=2, questions=5)
+    cell = recall.measure(lm, "passkey", CHUNK * 6, histories=2, questions=10)
     assert (cell.exact, cell.questions, cell.rate) == (8, 10, 0.8)
     assert cell.digits == pytest.approx((8 + 2 * 0.8) / 10)
+    # A history of two chunks holds two passkeys: seven questions need four of them.
+    cell = recall.measure(lm, "passkey", CHUNK * 2, histories=1, questions=7)
+    assert (cell.histories, cell.questions, cell.facts) == (4, 7, 2)
+    cell = recall.measure(lm, "similar", CHUNK * 2, histories=1, questions=7)
+    assert (cell.histories, cell.questions, cell.facts) == (1, 7, 16)
 
 
 def test_questions_are_answered_from_one_history():
