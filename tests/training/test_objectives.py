@@ -161,7 +161,7 @@ def assert_same_gradient(ours, wanted):
     ]
     assert norms[0] < 1e-5 * norms[1]
     for name, x in wanted.items():
-        np.testing.assert_allclose(ours[name], x, atol=1e-4 * np.abs(x).max(), err_msg=name)
+        np.testing.assert_allclose(ours[name], x, atol=5e-4 * np.abs(x).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("form", ["lse", "tanh"])
