@@ -126,6 +126,12 @@ def ask_all(
     return [(a, fact.digits) for a, fact in zip(answers, case.asked, strict=True)]
 
 
+def share(task: str, chunks: int, histories: int, questions: int) -> int:
+    """Questions of each history, that has a chunk for every passkey."""
+    each = -(-questions // histories)
+    return min(each, chunks) if task == "passkey" else each
+
+
 def measure(
     lm: LanguageModel,
     task: str,
@@ -140,9 +146,7 @@ def measure(
     histories, or of more where one has no chunk for every passkey. progress: told of compressed
     tokens."""
     chunks = max(1, num_tokens // lm.config.chunk_size)
-    each = -(-questions // histories)
-    if task == "passkey":
-        each = min(each, chunks)
+    each = share(task, chunks, histories, questions)
     right = digits = total = made = 0
     while total < questions:
         rng = np.random.default_rng([seed, tasks.RECALL_TASKS.index(task), num_tokens, made])
@@ -187,7 +191,9 @@ def report(
     for num_tokens in lengths:
         for task in task_names:
             begin = time.monotonic()
-            with console.progress(histories * num_tokens, f"{task}, {num_tokens}") as advance:
+            chunks = max(1, num_tokens // lm.config.chunk_size)
+            made = -(-questions // share(task, chunks, histories, questions))
+            with console.progress(made * num_tokens, f"{task}, {num_tokens}") as advance:
                 cell = measure(
                     lm, task, num_tokens, histories=histories, questions=questions, progress=advance
                 )
