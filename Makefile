@@ -15,7 +15,7 @@ demo: $(VENV)/.model
 test: $(VENV)/.model $(VENV)/.test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile  # compiling, most of the work, takes one core
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal  # compiling, most of the work, takes one core
 
 # Each stamp is written last, so an interrupted step is done again; without the first one nothing
 # in the folder is trusted and the environment is made anew.

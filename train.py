@@ -43,7 +43,8 @@ def parser() -> console.Parser:
         "--objective",
         choices=[name for name in OBJECTIVES if name != "recall"],
         default="answer",
-        help="of --data: answer (default; replies, or what follows a text's history), next (every "
+        help="without --data: recall (default) or lookup (where facts stand, the stage before it); "
+        "of --data: answer (default; replies, or what follows a text's history), next (every "
         "token), distill (as the same model answers that has it all in front of it) or "
         "reconstruct (say the history again)",
     )
@@ -67,7 +68,9 @@ def parser() -> console.Parser:
     p.add_argument("--pool", type=whole, default=40, help="groups of 8 chunks held encoded (40)")
     p.add_argument("--fresh", type=whole, default=3, help="steps for each new group (3)")
     p.add_argument("--rate", type=float, default=3e-4, help="learning rate of the projections")
-    p.add_argument("--gate-rate", type=float, default=1e-2, help="and of bias and scale")
+    p.add_argument(
+        "--gate-rate", type=float, default=1e-2, help="and of gates: biases, scales, summaries"
+    )
     p.add_argument("--warmup", type=whole, default=20, help="steps")
     p.add_argument("--decay", type=float, default=0.4, help="share of the steps that rates fall")
     p.add_argument("--clip", type=float, default=1.0, help="gradient norm")
@@ -152,8 +155,10 @@ def plan(args) -> None:
     from combkv_jax.training import plan as planning
     from combkv_jax.weights import read_source_config
 
-    if args.data or args.recipe:
-        raise RequestError("--plan plans a step on recall; leave --data and --recipe away.")
+    if args.data or args.recipe or args.objective != "answer":
+        raise RequestError(
+            "--plan plans a step on recall; leave --data, --recipe and --objective away."
+        )
     if args.dtype not in (None, "float32", "bfloat16"):
         raise RequestError(f"dtype {args.dtype!r} is not one of float32, bfloat16.")
     console.prepare_jax()

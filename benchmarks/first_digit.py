@@ -33,21 +33,10 @@ def main() -> None:
     args = parser.parse_args()
     console.prepare_jax()
     lm = load(args.model, kept_layers=args.kept_layers)
-    size = lm.config.chunk_size
     rng = np.random.default_rng(0)
     told = facts.draw_checks(rng, CHUNKS * EACH, tasks.NAMES["choose"].split())
-    page = list(tasks.book_sentences(lm.tokens, "choose"))
-    chunks, placed = [], []
-    for first in range(0, len(told), EACH):
-        some = told[first : first + EACH]
-        pieces = [np.asarray(lm.tokens(f" {fact.sentence}"), np.int32) for fact in some]
-        room = size - sum(map(len, pieces))
-        chunks.append(tasks.with_insertions(rng, page, pieces, room))
-        placed.append(
-            [pool.place(lm.tokens, chunks[-1], *pair) for pair in zip(some, pieces, strict=True)]
-        )
-    ids = np.stack(chunks)
-    taps = pool.encode(lm, ids)
+    ids, placed = pool.told_chunks(lm, rng, told, EACH)
+    taps = pool.encode(lm, ids, lm.config.cross_layers)
     trained, frozen = step.split(parameters(lm.model))
     predict = jax.jit(step.predict, static_argnames="config")
     rows = []
@@ -55,7 +44,7 @@ def main() -> None:
         ("its own chunk", [[chunk] for chunk in range(CHUNKS)]),
         (f"all {CHUNKS} chunks", [list(range(CHUNKS))]),
     ):
-        batch = step.stack([row(lm, ids, placed, histories)], taps, size)
+        batch = step.stack([row(lm, ids, placed, histories)], ids, taps)
         _, right, found = predict(lm.config, trained, frozen, batch)
         asked = batch.question[0] >= 0
         number = batch.question[0][asked]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from combkv_jax.errors import RequestError
 
 MOST_CHUNK_TOKENS = 2**20
 MOST_SINK_TOKENS = 1024
+MOST_SUMMARY_TOKENS = 1024
 FORMAT_VERSION = 1  # of native folders; raised when an older reader would misread a newer folder
 
 
@@ -155,6 +156,8 @@ class CombConfig:
     cross_layers: decoder layers that see the history, ascending. Empty: a plain Llama.
     chunk_size: most tokens in a history chunk.
     sink_tokens: first tokens of the history that the other layers keep (`lse` form only).
+    summary_layers: cross layers whose keys and queries say which words stand in front of a token
+        (`lse` form only). summary_tokens: of how many, the token itself among them.
     chunk_token_index: the original's placeholder for a chunk; only carried through.
     """
 
@@ -165,6 +168,8 @@ class CombConfig:
     chunk_size: int
     sink_tokens: int = 4
     chunk_token_index: int | None = None
+    summary_layers: tuple[int, ...] = ()
+    summary_tokens: int = 32
 
     def __post_init__(self):
         if FORMS.get(self.encoder) != self.gate:
@@ -174,7 +179,9 @@ class CombConfig:
             )
         layers = self.cross_layers
         wholes = [("chunk_size", self.chunk_size), ("sink_tokens", self.sink_tokens)]
+        wholes += [("summary_tokens", self.summary_tokens)]
         wholes += [("a cross layer", i) for i in layers]
+        wholes += [("a summary layer", i) for i in self.summary_layers]
         if self.chunk_token_index is not None:
             wholes.append(("chunk_token_index", self.chunk_token_index))
         for name, value in wholes:
@@ -185,6 +192,19 @@ class CombConfig:
             raise RequestError(
                 f"cross layers {list(layers)} must be ascending, without repeats, and within "
                 f"0..{self.text.num_hidden_layers - 1}."
+            )
+        summaries = self.summary_layers
+        if list(summaries) != sorted(set(summaries)) or not set(summaries) <= set(layers):
+            raise RequestError(
+                f"summary layers {list(summaries)} must be ascending, without repeats, and among "
+                f"the cross layers {list(layers)}."
+            )
+        if summaries and self.is_original:
+            raise RequestError("the original form (encoder 'layers') has no summary layers.")
+        if not 1 <= self.summary_tokens <= MOST_SUMMARY_TOKENS:
+            raise RequestError(
+                f"summary_tokens is {self.summary_tokens}; it must be within "
+                f"1..{MOST_SUMMARY_TOKENS}."
             )
         if not 1 <= self.chunk_size <= MOST_CHUNK_TOKENS:
             raise RequestError(
@@ -200,6 +220,18 @@ class CombConfig:
         """Whether this is the original CombLlama form."""
         return self.gate == "tanh"
 
+    @property
+    def upper_layers(self) -> tuple[int, ...]:
+        """Cross layers in the decoder's upper half, where a question's tokens know what they ask
+        for."""
+        return tuple(i for i in self.cross_layers if 2 * i >= self.text.num_hidden_layers)
+
+    def keeping(self, layers: Sequence[int]) -> CombConfig:
+        """The history kept in these layers, with summaries in those of the upper half."""
+        bare = dataclasses.replace(self, cross_layers=tuple(layers), summary_layers=())
+        own = () if self.is_original else bare.upper_layers
+        return dataclasses.replace(bare, summary_layers=own)
+
     def to_json(self) -> dict[str, Any]:
         """The native `config.json`."""
         return {
@@ -210,6 +242,8 @@ class CombConfig:
             "cross_attention_layers": list(self.cross_layers),
             "chunk_size": self.chunk_size,
             "sink_tokens": self.sink_tokens,
+            "summary_layers": list(self.summary_layers),
+            "summary_tokens": self.summary_tokens,
             **self._carried(),
             "text_config": self.text.to_hf(),
         }
@@ -234,6 +268,9 @@ class CombConfig:
                     chunk_size=config["chunk_size"],
                     sink_tokens=config["sink_tokens"],
                     chunk_token_index=config.get("chunk_token_index"),
+                    # Without them in folders of the first release.
+                    summary_layers=tuple(config.get("summary_layers", ())),
+                    summary_tokens=config.get("summary_tokens", cls.summary_tokens),
                 )
             except KeyError as error:
                 raise RequestError(f"config.json lacks {error.args[0]}.") from None

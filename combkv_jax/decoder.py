@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from combkv_jax.attention import Attended
-from combkv_jax.cache import Cache, Comb, LayerCache
+from combkv_jax.cache import Cache, Comb, LayerCache, Packed
 from combkv_jax.config import CombConfig, LlamaConfig
 from combkv_jax.layers import (
     MLP,
@@ -19,6 +20,7 @@ from combkv_jax.layers import (
     project_heads,
     rotary_angles,
     rotate,
+    unit_rms,
 )
 
 Angles = tuple[jax.Array, jax.Array]
@@ -81,33 +83,79 @@ class DecoderLayer(nnx.Module):
         entry: LayerCache,
         lengths: jax.Array | None,
         history: HistoryAttention | None = None,
+        words: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """x [B, T, D] -> [B, T, D] and the new entry. lengths [B]: how many of the T tokens are
-        real; None for one decoded token a row. history: the layer's own view of `entry.chunks`."""
+        real; None for one decoded token a row. history: the layer's own view of `entry.chunks`,
+        and words [B, T, D], what its summary gathers (`Decoder.words`)."""
         attn, dim = self.self_attn, self.head_dim
         h = self.input_layernorm(x)
         query = rotate(project_heads(attn.q_proj, h, dim), angles)
         key, value = keys_values(attn, h, angles, dim)
-        if lengths is None:
-            entry = entry.append(key, value)
-            local = entry.attend(query)
-        else:
-            local, entry = entry.prefill(query, key, value, lengths)
+        local, entry = entry.extend(query, key, value, lengths)
         if history is None:
             x = x + attn.o_proj(flatten_heads(local.out))
         else:
-            x = x + history(h, angles, local, attn.o_proj, entry)
+            out, entry = history(h, words, angles, local, attn.o_proj, entry, lengths)
+            x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), entry
+
+
+class LocalSummary(nnx.Module):
+    """Which words stand just in front, added to a kept layer's keys and queries.
+
+    Sliding-window attention of its own over the last `summary_tokens` tokens, whose values are
+    made from the tokens' embeddings instead of the layer's input. A name in a question and the
+    same name in a chunk so give the same values whatever else stands around them, and the query
+    finds the place where it was told among thousands of similar ones; the layer's input alone
+    names it too weakly (docs/training.md). Gates of 0 add nothing.
+    """
+
+    def __init__(self, config: CombConfig):
+        text = config.text
+        self.head_dim, self.tokens = text.head_dim, config.summary_tokens
+        self.q_proj = key_value_projection(text)
+        self.k_proj = key_value_projection(text)
+        self.v_proj = key_value_projection(text)
+        self.query_gate = declare((text.num_attention_heads,), (None,), "zeros", "float32")
+        self.key_gate = declare((text.num_key_value_heads,), (None,), "zeros", "float32")
+
+    def __call__(
+        self,
+        h: jax.Array,
+        words: jax.Array,
+        angles: Angles,
+        nearby: LayerCache,
+        lengths: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """[B, T, K, head_dim] of the layer's normed input h and words [B, T, D], and the new
+        `nearby`."""
+        query, key = (
+            rotate(project_heads(linear, h, self.head_dim), angles)
+            for linear in (self.q_proj, self.k_proj)
+        )
+        value = project_heads(self.v_proj, words, self.head_dim)
+        gathered, nearby = nearby.extend(query, key, value, lengths)
+        return gathered.out, nearby
+
+    def in_key(self, key: jax.Array, summary: jax.Array) -> jax.Array:
+        """key [B, T, K, head_dim] with the summary."""
+        return (key + self.key_gate[...][:, None] * summary).astype(key.dtype)
+
+    def in_query(self, query: jax.Array, summary: jax.Array) -> jax.Array:
+        """query [B, T, H, head_dim] with the summary of its KV head."""
+        summary = jnp.repeat(summary, query.shape[2] // summary.shape[2], axis=2)
+        return (query + self.query_gate[...][:, None] * summary).astype(query.dtype)
 
 
 class HistoryAttention(nnx.Module):
     """Our form: one softmax over history and recent tokens, with its own projections.
 
-    With copied projections and b = a = s = u = 0 it is ordinary attention over both; with
-    b = -inf it is the frozen layer, bit for bit.
+    With copied projections, b = a = s = u = 0 and summaries gated off it is ordinary attention
+    over both; with b = -inf it is the frozen layer, bit for bit.
     """
 
-    def __init__(self, config: CombConfig):
+    def __init__(self, config: CombConfig, layer: int):
         text = config.text
         self.head_dim, self.chunk_size = text.head_dim, config.chunk_size
         self.q_proj = query_projection(text)
@@ -119,24 +167,62 @@ class HistoryAttention(nnx.Module):
         self.bias_slope = declare(heads, (None,), "zeros", "float32")  # a_h
         self.scale = declare(heads, (None,), "zeros", "float32")  # s_h
         self.scale_slope = declare(heads, (None,), "zeros", "float32")  # u_h
+        self.summary = LocalSummary(config) if layer in config.summary_layers else None
+
+    def keys_values(
+        self, h: jax.Array, words: jax.Array, angles: Angles, chunk: Packed
+    ) -> tuple[jax.Array, jax.Array]:
+        """K and V [B, T, K, head_dim] of chunk tokens: the layer's normed input h and words
+        [B, T, D], each token seeing what `chunk` says."""
+        key, value = keys_values(self, h, angles, self.head_dim)
+        if self.summary is not None:
+            nearby = chunk.nearby(self.summary.tokens)
+            whole = jnp.full(h.shape[0], h.shape[1], jnp.int32)
+            summary, _ = self.summary(h, words, angles, nearby, whole)
+            key = self.summary.in_key(key, summary)
+        return key, value
+
+    def queries(
+        self,
+        h: jax.Array,
+        words: jax.Array,
+        angles: Angles,
+        size: jax.Array,
+        nearby: LayerCache | None,
+        lengths: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Queries of the history [B, T, H, head_dim], and the new `nearby`. size: log of the
+        history's tokens, in chunks, [B, T, 1]."""
+        query = rotate(project_heads(self.q_proj, h, self.head_dim), angles)
+        if self.summary is not None:
+            summary, nearby = self.summary(h, words, angles, nearby, lengths)
+            query = self.summary.in_query(query, summary)
+        sharpness = jnp.exp(self.scale[...] + self.scale_slope[...] * size)  # [B, T, H]
+        return (query * sharpness[..., None]).astype(query.dtype), nearby
 
     def __call__(
-        self, h: jax.Array, angles: Angles, local: Attended, o_proj: Linear, entry: Comb
-    ) -> jax.Array:
+        self,
+        h: jax.Array,
+        words: jax.Array,
+        angles: Angles,
+        local: Attended,
+        o_proj: Linear,
+        entry: Comb,
+        lengths: jax.Array | None,
+    ) -> tuple[jax.Array, Comb]:
         """The layer's attention output [B, T, D] from its normed input h and what its own
-        attention over recent tokens gave."""
+        attention over recent tokens gave, and the new entry."""
         chunks = entry.chunks
         count = jnp.maximum(chunks.end - chunks.start, 1)[..., None]  # [B, T, 1]
         size = jnp.log(count.astype(jnp.float32) / self.chunk_size)
-        query = rotate(project_heads(self.q_proj, h, self.head_dim), angles)
-        sharpness = jnp.exp(self.scale[...] + self.scale_slope[...] * size)  # [B, T, H]
-        query = (query * sharpness[..., None]).astype(query.dtype)
+        query, nearby = self.queries(h, words, angles, size, entry.nearby, lengths)
+        entry = dataclasses.replace(entry, nearby=nearby)
         past = chunks.attend(query)
         prior = self.bias[...] + self.bias_slope[...] * size
         weight = jax.nn.sigmoid(past.lse - local.lse + prior)[..., None]
         recent = (local.out * (1 - weight)).astype(local.out.dtype)
         past = (past.out * weight).astype(past.out.dtype)
-        return o_proj(flatten_heads(recent)) + self.o_proj(flatten_heads(past))
+        return o_proj(flatten_heads(recent)) + self.o_proj(flatten_heads(past)), entry
 
 
 class CrossAttention(nnx.Module):
@@ -189,6 +275,10 @@ class Decoder(nnx.Module):
     def embed(self, ids: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
         return self.embed_tokens.weight[...][ids]
 
+    def words(self, embedded: jax.Array) -> jax.Array:
+        """What a LocalSummary gathers of embedded tokens [B, T, D]: embeddings of one size."""
+        return unit_rms(embedded, self.config.rms_norm_eps)
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Final norm and head: [..., D] -> float32 [..., V]."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
@@ -217,6 +307,7 @@ class Decoder(nnx.Module):
         rest of it again; entries that keep tokens stay as they were then.
         """
         x = self.embed(ids)
+        words = self.words(x)
         angles = rotary_angles(self.config, positions)
         entries = []
         for i, (layer, entry) in enumerate(zip(self.layers, cache.layers, strict=True)):
@@ -225,7 +316,7 @@ class Decoder(nnx.Module):
             def run(x, layer=layer, entry=entry, block=block):
                 if isinstance(block, CrossLayer):
                     x, block = block(x, entry), None
-                return layer(x, angles, entry, lengths, block)
+                return layer(x, angles, entry, lengths, block, words)
 
             with jax.named_scope(f"layer_{i}"):
                 if remat:

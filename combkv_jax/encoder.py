@@ -51,7 +51,7 @@ class ChunkEncoder(nnx.Module):
 
 
 def tap_decoder(
-    layers: Sequence[DecoderLayer],
+    decoder: Decoder,
     taps: dict[int, HistoryAttention | None],
     x: jax.Array,
     angles: Angles,
@@ -60,13 +60,17 @@ def tap_decoder(
     """Embedded tokens [B, T, D] through the frozen decoder as far as the last tapped layer -> K/V
     [B, T, K, head_dim] of each tapped layer, in order: by the tap's own projections, or by the
     layer's where the tap is None."""
-    out = []
+    out, words = [], decoder.words(x)
     for i in range(max(taps, default=-1) + 1):
+        layer = decoder.layers[i]
         if i in taps:
-            h = layers[i].input_layernorm(x)
-            out.append(keys_values(taps[i] or layers[i].self_attn, h, angles, layers[i].head_dim))
+            h = layer.input_layernorm(x)
+            if taps[i]:
+                out.append(taps[i].keys_values(h, words, angles, entry))
+            else:
+                out.append(keys_values(layer.self_attn, h, angles, layer.head_dim))
         if i < max(taps):
-            x, _ = layers[i](x, angles, entry, _whole(x))
+            x, _ = layer(x, angles, entry, _whole(x))
     return out
 
 
@@ -79,7 +83,7 @@ def encode_sinks(
     angles = rotary_angles(decoder.config, positions)
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     entry = Packed(jnp.zeros_like(index), index + 1)
-    states = tap_decoder(decoder.layers, taps, decoder.embed(ids), angles, entry)
+    states = tap_decoder(decoder, taps, decoder.embed(ids), angles, entry)
     return dict(zip(taps, states, strict=True))
 
 

@@ -193,7 +193,13 @@ def new_cache(
     rows = history.count.shape[0]
     if rows not in (1, batch):
         raise RequestError(f"the history has {rows} rows and the batch {batch}; use 1 or {batch}.")
-    layers = tuple(history.entry(i, recent) for i, recent in enumerate(cache.layers))
+    width = model.config.summary_tokens
+    window = {"window": width, "first": 0}
+    nearby = create_cache(text, "window", batch, width, model.dtype, window, *places).layers
+    layers = tuple(
+        history.entry(i, recent, nearby[i] if i in model.config.summary_layers else None)
+        for i, recent in enumerate(cache.layers)
+    )
     position = jnp.broadcast_to(model.recent_offset(history.count), batch)
     return Cache(layers, cache.position + position)
 

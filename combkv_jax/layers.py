@@ -54,6 +54,13 @@ class Linear(nnx.Module):
         return jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
 
 
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] with a root mean square of one over the last axis."""
+    x32 = x.astype(jnp.float32)
+    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), in float32."""
 
@@ -62,9 +69,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
-        x32 = x.astype(jnp.float32)
-        x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return x32.astype(x.dtype) * self.weight[...]
+        return unit_rms(x, self.eps) * self.weight[...]
 
 
 class MLP(nnx.Module):

@@ -33,10 +33,11 @@ class CombLlama(nnx.Module):
     def __init__(self, config: CombConfig):
         self.config = config
         self.decoder = Decoder(config.text)
-        block = CrossLayer if config.is_original else HistoryAttention
-        self.history = nnx.List([block(config) for _ in config.cross_layers])
         if config.is_original:
+            self.history = nnx.List([CrossLayer(config) for _ in config.cross_layers])
             self.encoder = ChunkEncoder(config)
+        else:
+            self.history = nnx.List([HistoryAttention(config, i) for i in config.cross_layers])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -76,7 +77,7 @@ class CombLlama(nnx.Module):
             entry = Banded(start, end, longest)
         if config.is_original:
             return self.encoder(x, angles, entry, remat=remat)
-        return tap_decoder(self.decoder.layers, self.blocks, x, angles, entry)
+        return tap_decoder(self.decoder, self.blocks, x, angles, entry)
 
     def history_key(self, cross_layer: int, key: jax.Array) -> jax.Array:
         """The key as the cross layer (by its number among them) compares it with queries."""
@@ -133,7 +134,7 @@ class CombLlama(nnx.Module):
         if np.size(packs.get("chunk_ids", ())) and self.config.cross_layers:
             history = self._packed_history(packs, sample, longest=longest, remat=remat)
             positions = positions + self.recent_offset(history.count)
-            entries = [history.entry(i, recent) for i in range(len(entries))]
+            entries = self.entries(history, recent)
         lengths = jnp.full(ids.shape[0], ids.shape[1], jnp.int32)
         cache = Cache(tuple(entries), positions[:, 0])
         blocks = self._blocks_for(entries)
@@ -189,6 +190,11 @@ class CombLlama(nnx.Module):
             count,
             tuple(i in cross for i in layers),
         )
+
+    def entries(self, history: History, recent: Packed) -> list[Comb]:
+        """The cache entries of packed recent tokens behind a history."""
+        nearby = recent.nearby(self.config.summary_tokens)
+        return [history.entry(i, recent, nearby) for i in range(len(history.layers))]
 
     def recent_offset(self, count: jax.Array) -> jax.Array:
         """Position of the first recent token behind a history of `count` tokens: in our form
@@ -305,7 +311,7 @@ def abstract(config: CombConfig, dtype: Any) -> CombLlama:
 
 def starts_as(config: CombConfig) -> dict[str, str]:
     """For a plain Llama that gets a history: the decoder tensor each new one is first a copy of.
-    New tensors not named here start from their declaration (gates closed, norms at one)."""
+    New tensors not named here start as declared (gates closed, norms at one, summaries drawn)."""
     decoder = set(declarations(CombConfig(config.text, "decoder", "lse", (), config.chunk_size)))
     copies = {}
     for name in declarations(config):
@@ -324,7 +330,7 @@ def starts_as(config: CombConfig) -> dict[str, str]:
 
 def is_untrained(model: CombLlama) -> bool:
     """Whether every gate of the history still stands where conversion put it."""
-    gates = ("bias", "bias_slope", "scale", "scale_slope")
+    gates = ("bias", "bias_slope", "scale", "scale_slope", "query_gate", "key_gate")
     gates += ("cross_attn_attn_gate", "cross_attn_mlp_gate")
     return not any(
         bool(jnp.any(array != 0))

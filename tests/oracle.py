@@ -128,9 +128,12 @@ def comb_chunk_layers(config: CombConfig, p: Parameters, chunk) -> list[KeysValu
         if layer in config.cross_layers:
             projections = f"history.{config.cross_layers.index(layer)}"
         h = rms_norm(text, x, p[f"{name}.input_layernorm.weight"])
-        key = heads(text, h, p[f"{projections}.k_proj.weight"])
+        key = rotary(text, heads(text, h, p[f"{projections}.k_proj.weight"]), positions)
         value = heads(text, h, p[f"{projections}.v_proj.weight"])
-        states.append((rotary(text, key, positions), value))
+        if layer in config.summary_layers:
+            told = summary(config, p, projections, h, chunk, positions)
+            key = key + p[f"{projections}.summary.key_gate"][:, None] * told
+        states.append((key, value))
         x = llama_layer(text, p, name, x, positions, causal=True)
     return states
 
@@ -149,9 +152,9 @@ def comb_sample(config: CombConfig, p: Parameters, recent, chunks) -> np.ndarray
     for layer in range(text.num_hidden_layers):
         name = f"decoder.layers.{layer}"
         if layer in config.cross_layers:
-            i = config.cross_layers.index(layer)
             h = rms_norm(text, x, p[f"{name}.input_layernorm.weight"])
-            x = x + merged_attention(config, p, layer, i, h, positions, history[i], length)
+            own = history[config.cross_layers.index(layer)]
+            x = x + merged_attention(config, p, layer, h, recent, positions, own, length)
             x = x + feed_forward(text, p, name, x)
         else:
             key, value = first_chunk[layer]
@@ -160,10 +163,31 @@ def comb_sample(config: CombConfig, p: Parameters, recent, chunks) -> np.ndarray
     return head(text, p, x)
 
 
-def merged_attention(config: CombConfig, p: Parameters, layer, i, h, positions, history, length):
+def summary(config: CombConfig, p: Parameters, name, h, ids, positions) -> np.ndarray:
+    """What attention over the last few tokens of one text gathers of their words, the embeddings
+    at a root mean square of one: [T, KV heads, head_dim]."""
+    text = config.text
+    words = p["decoder.embed_tokens.weight"][ids]
+    words = rms_norm(text, words, np.ones(words.shape[1]))
+    query = rotary(text, heads(text, h, p[f"{name}.summary.q_proj.weight"]), positions)
+    key = rotary(text, heads(text, h, p[f"{name}.summary.k_proj.weight"]), positions)
+    value = heads(text, words, p[f"{name}.summary.v_proj.weight"])
+    out = np.zeros(query.shape)
+    for t in range(len(h)):
+        first = max(0, t + 1 - config.summary_tokens)
+        for head_ in range(query.shape[1]):
+            scores = key[first : t + 1, head_] @ query[t, head_] / math.sqrt(text.head_dim)
+            share = np.exp(scores - log_sum_exp(scores))
+            out[t, head_] = share @ value[first : t + 1, head_]
+    return out
+
+
+def merged_attention(
+    config: CombConfig, p: Parameters, layer, h, recent, positions, history, length
+):
     """Recent and history attention, each with its own projections, weighted by how much of the
     softmax each holds and by the gates (bias b, bias_slope a, scale s, scale_slope u of a head)."""
-    text = config.text
+    text, i = config.text, config.cross_layers.index(layer)
     local = f"decoder.layers.{layer}.self_attn"
     query = rotary(text, heads(text, h, p[f"{local}.q_proj.weight"]), positions)
     key = rotary(text, heads(text, h, p[f"{local}.k_proj.weight"]), positions)
@@ -172,6 +196,12 @@ def merged_attention(config: CombConfig, p: Parameters, layer, i, h, positions, 
 
     growth = math.log(length / config.chunk_size)
     query = rotary(text, heads(text, h, p[f"history.{i}.q_proj.weight"]), positions)
+    if layer in config.summary_layers:
+        asked = summary(config, p, f"history.{i}", h, recent, positions)
+        share = p[f"history.{i}.summary.query_gate"]
+        for head_ in range(text.num_attention_heads):
+            group = text.num_attention_heads // text.num_key_value_heads
+            query[:, head_] += share[head_] * asked[:, head_ // group]
     for head_ in range(text.num_attention_heads):
         s, u = p[f"history.{i}.scale"][head_], p[f"history.{i}.scale_slope"][head_]
         query[:, head_] *= math.exp(s + u * growth)

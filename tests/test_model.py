@@ -19,6 +19,10 @@ FORMS = ["tanh", "lse"]
 # Changes to tiny.comb_config, and samples of (recent tokens, lengths of the chunks).
 CASES = {
     "ragged": ({}, [(17, [13, 7]), (1, [1]), (5, []), (9, [5])]),
+    "summaries of 5 words": (
+        {"cross_layers": (0, 1, 2), "summary_layers": (0, 2), "summary_tokens": 5},
+        [(19, [13, 7, 1, 13, 5]), (2, [3]), (23, [])],
+    ),
     "every layer": ({"cross_layers": (0, 1, 2)}, [(19, [13, 7, 1, 13, 5]), (2, [3])]),
     "one kv head, first layer, tied": (
         {
@@ -72,6 +76,8 @@ def random_case(form, seed):
         cross_layers=sorted(map(int, kept)),
         chunk_size=int(rng.choice([2, 7, 17])),
         sink_tokens=int(rng.integers(0, 6)),
+        summary_layers=sorted(map(int, rng.choice(kept, rng.integers(0, len(kept) + 1), False))),
+        summary_tokens=int(rng.choice([1, 3, 32])),
         num_hidden_layers=layers,
         hidden_size=int(rng.integers(8, 50)),
         intermediate_size=int(rng.integers(8, 70)),

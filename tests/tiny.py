@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,11 +34,25 @@ def llama_config(**changes) -> LlamaConfig:
     return LlamaConfig(**fields | changes)
 
 
-def comb_config(gate: str, cross_layers=(0, 2), chunk_size=13, sink_tokens=4, **changes):
-    """A model of either form over `llama_config(**changes)`."""
+def comb_config(
+    gate: str,
+    cross_layers=(0, 2),
+    chunk_size=13,
+    sink_tokens=4,
+    summary_layers=None,
+    summary_tokens=5,
+    **changes,
+):
+    """A model of either form over `llama_config(**changes)`. summary_layers: of our form, None for
+    the cross layers of the upper half."""
     encoder = {"lse": "decoder", "tanh": "layers"}[gate]
     text = llama_config(**changes)
-    return CombConfig(text, encoder, gate, tuple(cross_layers), chunk_size, sink_tokens)
+    config = CombConfig(
+        text, encoder, gate, (), chunk_size, sink_tokens, summary_tokens=summary_tokens
+    ).keeping(cross_layers)
+    if gate == "tanh" or summary_layers is None:
+        return config
+    return dataclasses.replace(config, summary_layers=tuple(summary_layers))
 
 
 def packed_batch(rng: np.random.Generator, vocab: int, samples) -> dict[str, np.ndarray]:
@@ -111,8 +127,15 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
 
 
 def untrained(config: CombConfig, llama: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A plain Llama with the `lse` form's history as it starts: copies, and gates of zero."""
+    """A plain Llama with the `lse` form's history as it starts: copies, gates of zero, and
+    summaries that nothing has a share of."""
     parameters = dict(llama)
+    rng = np.random.default_rng(len(llama))
+    for name, declared in model.declarations(config).items():
+        if ".summary." in name:
+            is_gate = name.endswith("_gate")
+            zeros = np.zeros(declared.shape, np.float32)
+            parameters[name] = zeros if is_gate else random_array(rng, declared.shape)
     for i, layer in enumerate(config.cross_layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             source = llama[f"decoder.layers.{layer}.self_attn.{name}.weight"]

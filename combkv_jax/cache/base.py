@@ -39,6 +39,15 @@ class LayerCache:
         """The newest token's query [B, 1, H, D] over everything kept."""
         raise NotImplementedError
 
+    def extend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
+    ) -> tuple[Attended, Self]:
+        """`prefill`, or, where lengths is None, one decoded token a row."""
+        if lengths is not None:
+            return self.prefill(query, key, value, lengths)
+        entry = self.append(key, value)
+        return entry.attend(query), entry
+
     def nbytes(self) -> dict[str, int]:
         """Bytes by place, {"device", "host"}."""
         return nbytes(self)

@@ -36,11 +36,13 @@ class Chunks:
 class Comb(LayerCache):
     """recent: the layer's recent tokens. chunks: the history, in a kept layer; the layer's gate
     decides what becomes of it. sinks: the first tokens of the history, in the other layers of the
-    `lse` form; ordinary keys in front of the recent ones."""
+    `lse` form; ordinary keys in front of the recent ones. nearby: the last few tokens once more, as
+    a kept layer's summary of them needs it."""
 
     recent: LayerCache | None
     chunks: Chunks | None = None
     sinks: Chunks | None = None
+    nearby: LayerCache | None = None
 
     def prefill(self, query, key, value, lengths):
         attended, recent = self.recent.prefill(query, key, value, lengths)
@@ -67,6 +69,13 @@ class Packed(LayerCache):
     def prefill(self, query, key, value, lengths):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         return attention(query, key, value, self.start, self.end), self
+
+    def nearby(self, tokens: int) -> Packed:
+        """Where each token sees up to itself: the last `tokens` of what it sees."""
+        start = jnp.maximum(self.start, self.end - tokens)
+        if self.end.shape[1] > 3 * tokens:
+            return Banded(start, self.end, tokens)
+        return Packed(start, self.end)
 
 
 @jax.tree_util.register_dataclass
@@ -113,10 +122,12 @@ class History:
     count: jax.Array
     kept: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
 
-    def entry(self, layer: int, recent: LayerCache) -> Comb:
-        """The cache entry of a layer with this history in front of `recent`."""
+    def entry(self, layer: int, recent: LayerCache, nearby: LayerCache | None = None) -> Comb:
+        """The cache entry of a layer with this history in front of `recent`. nearby: as in Comb."""
         chunks = self.layers[layer]
-        return Comb(recent, chunks) if self.kept[layer] else Comb(recent, None, chunks)
+        if self.kept[layer]:
+            return Comb(recent, chunks, nearby=nearby)
+        return Comb(recent, sinks=chunks)
 
 
 @jax.tree_util.register_dataclass
@@ -129,9 +140,12 @@ class Cache:
 
     def split(self) -> tuple[Cache, tuple[Comb | None, ...]]:
         """(what a step changes and may donate, what it only reads)."""
-        changed = tuple(e.recent if isinstance(e, Comb) else e for e in self.layers)
+        changed = tuple(
+            dataclasses.replace(e, chunks=None, sinks=None) if isinstance(e, Comb) else e
+            for e in self.layers
+        )
         borrowed = tuple(
-            dataclasses.replace(e, recent=None) if isinstance(e, Comb) else None
+            dataclasses.replace(e, recent=None, nearby=None) if isinstance(e, Comb) else None
             for e in self.layers
         )
         return dataclasses.replace(self, layers=changed), borrowed
@@ -139,7 +153,7 @@ class Cache:
     def join(self, borrowed: tuple[Comb | None, ...]) -> Cache:
         """The inverse of `split`."""
         layers = tuple(
-            e if b is None else dataclasses.replace(b, recent=e)
+            e if b is None else dataclasses.replace(b, recent=e.recent, nearby=e.nearby)
             for e, b in zip(self.layers, borrowed, strict=True)
         )
         return dataclasses.replace(self, layers=layers)

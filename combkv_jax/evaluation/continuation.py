@@ -63,7 +63,7 @@ def _nll(model: CombLlama, history: History | None, ids, target) -> jax.Array:
     recent = Packed(jnp.zeros_like(index), index + 1)
     entries, position, blocks = [recent] * len(model.decoder.layers), index, {}
     if history is not None:
-        entries = [history.entry(i, recent) for i in range(len(entries))]
+        entries = model.entries(history, recent)
         position = index + model.recent_offset(history.count)[:, None]
         blocks = model.blocks
     cache = Cache(tuple(entries), position[:, 0])

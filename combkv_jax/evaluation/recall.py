@@ -170,26 +170,20 @@ def report(
     histories: int,
     questions: int,
 ) -> None:
-    """Measures the continuation of novels behind 4k tokens and these tasks at these lengths
-    (tokens), as `measure` does; prints tables, and writes `recall.json` into the folder after
-    every cell."""
+    """Measures recall at these lengths (tokens), as `measure` does, and then the continuation of
+    novels behind 4k tokens; of these only what `task_names`, from `tasks.MEASURED`, ask for.
+    Prints a table of each, and writes `recall.json` into the folder after every cell."""
     folder.mkdir(parents=True, exist_ok=True)
+    recalled = [task for task in task_names if task in tasks.RECALL_TASKS]
     found: dict[str, list] = {"recall": [], "continuation": []}
 
     def keep(name: str, result, begin: float) -> None:
         found[name].append({**dataclasses.asdict(result), "seconds": time.monotonic() - begin})
         console.write_json(folder / "recall.json", found)
 
-    begin = time.monotonic()
-    chunks = max(1, 4096 // lm.config.chunk_size)
-    text = continuation.measure(lm, pairs=PAIRS, chunks=chunks)
-    keep("continuation", text, begin)
-    console.print_table(continuation.table(text), ("history", "NLL", "perplexity"))
-    print(f"The compressed history gives {text.share:.2f} of what the full cache gives.\n")
-
     cells = []
     for num_tokens in lengths:
-        for task in task_names:
+        for task in recalled:
             begin = time.monotonic()
             chunks = max(1, num_tokens // lm.config.chunk_size)
             made = -(-questions // share(task, chunks, histories, questions))
@@ -210,5 +204,18 @@ def report(
                     cell.digits,
                 )
             )
-    header = ("task", "tokens", "facts", "histories", "questions", "exact", "digits right")
-    console.print_table(cells, header)
+    if cells:
+        header = ("task", "tokens", "facts", "histories", "questions", "exact", "digits right")
+        console.print_table(cells, header)
+    if "continuation" in task_names:
+        begin = time.monotonic()
+        chunks = max(1, 4096 // lm.config.chunk_size)
+        text = continuation.measure(lm, pairs=PAIRS, chunks=chunks)
+        keep("continuation", text, begin)
+        if cells:
+            print()
+        console.print_table(continuation.table(text), ("history", "NLL", "perplexity"))
+        print(
+            f"The compressed history gives {text.share:.2f} of what the full cache gives; "
+            "half-way is 0.5."
+        )

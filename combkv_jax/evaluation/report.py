@@ -42,7 +42,8 @@ def native_folder(source: str | Path, model: LanguageModel) -> Path | None:
         return None
     arrays, copies = parameters(model.model), starts_as(model.config)
     for name, array in arrays.items():
-        if name.startswith("history."):
+        drawn = ".summary." in name and name.endswith(".weight")  # its gates tell
+        if name.startswith("history.") and not drawn:
             same = (
                 np.array_equal(array, arrays[copies[name]]) if name in copies else not array.any()
             )
@@ -61,8 +62,7 @@ def store(folder: Path, layers: Sequence[int], chunk_size: int) -> None:
     opened = open_source(folder)
     decoder = {n: t for n, t in opened.tensors.items() if n.startswith("decoder.")}
     source = dataclasses.replace(opened, config=plain(opened.config.text), tensors=decoder)
-    changes = {"cross_layers": tuple(layers), "chunk_size": chunk_size}
-    config = dataclasses.replace(opened.config, **changes)
+    config = dataclasses.replace(opened.config.keeping(layers), chunk_size=chunk_size)
     planned = plan(source, config, None)
     layout = {name: (p.tensor.shape, p.dtype) for name, p in planned.items()}
     with staged(folder) as new:
@@ -102,10 +102,7 @@ def choose(
 def named(config: CombConfig, lists: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """The lists (none: the model's own layers) by name. Raises RequestError when the model has no
     such layers."""
-    lists = [
-        dataclasses.replace(config, cross_layers=tuple(layers)).cross_layers
-        for layers in lists or [config.cross_layers]
-    ]
+    lists = [config.keeping(layers).cross_layers for layers in lists or [config.cross_layers]]
     return {",".join(map(str, layers)): layers for layers in lists}
 
 

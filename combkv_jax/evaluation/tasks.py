@@ -21,6 +21,7 @@ from combkv_jax.errors import RequestError
 Encode = Callable[[str], Sequence[int]]
 
 RECALL_TASKS = ("passkey", "similar")  # of evaluation/recall.py
+MEASURED = (*RECALL_TASKS, "continuation")  # by `evaluate.py --recall`
 BOOKS = {
     "judge": ("pride_and_prejudice", "persuasion"),
     "choose": ("emma",),

@@ -56,7 +56,7 @@ class Checks:
                 page = list(sentences[PAGES * stride :])
             chunk(page, FACTS)
         self.ids = np.stack(ids)
-        self.taps = encode(lm, self.ids)
+        self.taps = encode(lm, self.ids, lm.config.cross_layers)
         dense = list(range(plain, plain + DENSE))
         self.rows = {
             "single": [self._facts(Bucket(8, ROOM, 0), [[c] for c in dense[:8]], rng)],
@@ -110,7 +110,7 @@ class Checks:
         for name, rows in self.rows.items():
             parts = []
             for row in rows:
-                batch = step.stack([row], self.taps, self.lm.config.chunk_size)
+                batch = step.stack([row], self.ids, self.taps)
                 nll, right, _ = distributed.fetch(
                     step.evaluate(self.lm.config, trained, frozen, batch)
                 )

@@ -18,6 +18,7 @@ from combkv_jax.evaluation.metrics import Predicted
 from combkv_jax.language_model import LanguageModel
 from combkv_jax.training import data, step
 from combkv_jax.training.checks import Checks
+from combkv_jax.training.lookup import LookupLessons
 from combkv_jax.training.objectives import PackedLoss, Packs, stack
 from combkv_jax.training.pool import GROUP, Pool
 from combkv_jax.training.recipe import Lesson
@@ -46,6 +47,15 @@ class Lessons(Protocol):
         """Measured on what is held out; `score`, lower is better."""
 
 
+def lessons_of(lm: LanguageModel, lesson: Lesson, settings: Settings) -> Lessons:
+    """The lesson in use. Raises RequestError for what cannot be trained on."""
+    if lesson.objective == "lookup":
+        return LookupLessons(lm, settings)
+    if lesson.objective == "recall":
+        return RecallLessons(lm, settings)
+    return PackedLessons(lm, lesson, settings)
+
+
 class RecallLessons:
     """Facts and text in histories drawn from a pool of encoded chunks.
 
@@ -56,9 +66,9 @@ class RecallLessons:
 
     def __init__(self, lm: LanguageModel, settings: Settings):
         self.lm, self.settings = lm, settings
-        self.objective = step.Recall(lm.config, settings.attention_weight, settings.remat)
         has_chat = getattr(lm.tokenizer, "chat_template", None)
         self.ask = Asker(lm.tokens, self._chat if has_chat else None)
+        self.objective = step.Recall(lm.config, settings.attention_weight, settings.remat)
 
     def _chat(self, message: str) -> np.ndarray:
         return self.lm.chat_tokens([{"role": "user", "content": message}])
@@ -66,7 +76,7 @@ class RecallLessons:
     def begin(self, number: int) -> None:
         """As `Lessons.begin`: fills the pool."""
         settings = self.settings
-        self.pool = Pool(self.lm, settings.pool, settings.seed)
+        self.pool = Pool(self.lm, settings.pool, settings.seed, self.lm.config.cross_layers)
         first = settings.groups_at(number)
         tokens = min(first, settings.pool) * GROUP * self.lm.config.chunk_size
         with console.progress(tokens, "Encoding chunks") as advance:
@@ -87,9 +97,8 @@ class RecallLessons:
             draw_row(rng, pool, bucket, self.ask, settings.text_weight)
             for _ in range(settings.rows * settings.accumulate)
         ]
-        size = self.lm.config.chunk_size
         parts = [rows[i : i + settings.rows] for i in range(0, len(rows), settings.rows)]
-        return step.accumulated([step.stack(part, pool.taps, size) for part in parts]), rows
+        return step.accumulated([step.stack(p, pool.ids, pool.taps) for p in parts]), rows
 
     def record(self, about: list[Row], aux: step.Rows) -> dict[str, Any]:
         """As `Lessons.record`."""

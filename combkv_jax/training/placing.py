@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from combkv_jax import sharding
 from combkv_jax.config import CombConfig
 from combkv_jax.model import declarations
-from combkv_jax.training import step
+from combkv_jax.training import lookup, step
 
 
 def new_state(optimise: optax.GradientTransformation, trained: step.Arrays) -> step.State:
@@ -63,11 +63,14 @@ class Placing:
     def batch(self, batch: Any) -> Any:
         """A tree like a batch of micro-batches (`step.accumulated`), of shardings."""
         mesh = self.placement.mesh
+        if isinstance(batch, lookup.Batch):  # every question is compared with all chunks
+            return jax.tree.map(lambda _: self.whole, batch)
         rows = NamedSharding(mesh, P(None, "data"))
         named = jax.tree.map(lambda _: rows, batch)
         if isinstance(batch, step.Batch):  # its taps lie in blocks: [micro-batches, blocks, rows]
-            taps = NamedSharding(mesh, P(None, None, "data"))
-            named = named._replace(taps=jax.tree.map(lambda _: taps, batch.taps))
+            blocks = NamedSharding(mesh, P(None, None, "data"))
+            taps = jax.tree.map(lambda _: blocks, batch.taps)
+            named = named._replace(taps=taps, chunk_ids=blocks)
         return named
 
     def optimiser(self, optimise: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -129,7 +129,8 @@ def plan_training(
 def _batch(config: CombConfig, bucket: Bucket, rows: int, accumulate: int) -> step.Batch:
     """A batch as the run makes it, of shapes."""
     row = RowBuilder(bucket, config.chunk_size, config.sink_tokens).finish(0.0)
-    stacked = step.stack([row] * rows, [], config.chunk_size)  # no taps: they are gigabytes
+    ids = np.zeros((1, config.chunk_size), np.int32)
+    stacked = step.stack([row] * rows, ids, [])  # no taps: they are gigabytes
     blocks = -(-bucket.chunks // step.BLOCK)
     shape = (blocks, rows, step.BLOCK * config.chunk_size, config.text.hidden_size)
     batch = stacked._replace(taps=(jax.ShapeDtypeStruct(shape, DTYPE),) * len(config.cross_layers))

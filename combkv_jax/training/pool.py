@@ -94,21 +94,42 @@ def place(encode: Encode, chunk: np.ndarray, fact: Told, piece: np.ndarray) -> P
     return Placed(fact, begin + same, begin + len(piece) - 1)  # without the full stop
 
 
+def told_chunks(
+    lm: LanguageModel, rng: np.random.Generator, told: list[Told], each: int
+) -> tuple[np.ndarray, list[list[Placed]]]:
+    """Chunks of the choosing novel, each with the next `each` facts: int32 [chunks, chunk_size],
+    and where they stand. Raises RequestError for chunks too small for that."""
+    size, sentences = lm.config.chunk_size, tasks.book_sentences(lm.tokens, "choose")
+    chunks, placed, page = [], [], []
+    for first in range(0, len(told), each):
+        if len(page) < size:  # a sentence has a token at least
+            page = list(sentences)
+        some = told[first : first + each]
+        pieces = [np.asarray(lm.tokens(f" {fact.sentence}"), np.int32) for fact in some]
+        room = size - sum(map(len, pieces))
+        if room < 0:
+            raise RequestError(f"chunk_size is {size}; {len(some)} facts need {size - room}.")
+        chunks.append(tasks.with_insertions(rng, page, pieces, room))
+        placed.append([place(lm.tokens, chunks[-1], *p) for p in zip(some, pieces, strict=True)])
+    return np.stack(chunks), placed
+
+
 class Pool:
     """The newest `capacity` groups and their taps, on the host.
 
-    ids: int32 [capacity * GROUP, chunk_size]. taps: for each kept layer float16
+    ids: int32 [capacity * GROUP, chunk_size]. taps: for each of `layers` float16
     [capacity * GROUP, chunk_size, D]. groups: the group in each slot, None while it is empty.
     """
 
-    def __init__(self, lm: LanguageModel, capacity: int, seed: int):
+    def __init__(self, lm: LanguageModel, capacity: int, seed: int, layers: tuple[int, ...]):
         config = lm.config
+        self.layers = layers
         self.lm, self.capacity, self.seed = lm, capacity, seed
         self.sentences = tasks.book_sentences(lm.tokens, "train")
         shape = (capacity * GROUP, config.chunk_size)
         self.ids = np.zeros(shape, np.int32)
         hidden = config.text.hidden_size
-        self.taps = [np.zeros((*shape, hidden), DTYPE) for _ in config.cross_layers]
+        self.taps = [np.zeros((*shape, hidden), DTYPE) for _ in self.layers]
         self.groups: list[Group | None] = [None] * capacity
         self.made = 0  # groups made so far: numbers 0 to made - 1
 
@@ -121,7 +142,7 @@ class Pool:
             slot = number % self.capacity
             place = slice(slot * GROUP, (slot + 1) * GROUP)
             self.ids[place], self.groups[slot] = group.ids, group
-            for taps, new in zip(self.taps, encode(self.lm, group.ids), strict=True):
+            for taps, new in zip(self.taps, encode(self.lm, group.ids, self.layers), strict=True):
                 taps[place] = new
             advance(group.ids.size)
         self.made = max(self.made, made)
@@ -132,14 +153,13 @@ class Pool:
         return [slot for slot, group in enumerate(self.groups) if group is not None]
 
 
-def encode(lm: LanguageModel, ids: np.ndarray) -> list[np.ndarray]:
-    """Taps of chunks [n, chunk_size], GROUP chunks at a time: float16 [n, chunk_size, D] a kept
-    layer."""
+def encode(lm: LanguageModel, ids: np.ndarray, layers: tuple[int, ...]) -> list[np.ndarray]:
+    """Taps of chunks [n, chunk_size], GROUP at a time: float16 [n, chunk_size, D] a layer."""
     parts = []
     for first in range(0, len(ids), GROUP):
         batch = ids[first : first + GROUP]
         padded = np.pad(batch, ((0, GROUP - len(batch)), (0, 0)))
-        taps = distributed.fetch(_encode(lm.model.decoder, lm.config.cross_layers, padded))
+        taps = distributed.fetch(_encode(lm.model.decoder, layers, padded))
         parts.append([x[: len(batch)] for x in taps])
     return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
 

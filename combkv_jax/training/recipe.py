@@ -22,6 +22,7 @@ MOST_BYTES = 1 << 20  # of a recipe file
 # to the same frozen model that has the whole history in front of it. Distilled, KL counts twice
 # what cross-entropy does.
 OBJECTIVES = {
+    "lookup": None,
     "recall": None,
     "next": (1.0, 0.0, 0.0),
     "answer": (1.0, 0.0, 0.0),
@@ -46,7 +47,8 @@ class Rates(NamedTuple):
 class Lesson:
     """One thing to learn.
 
-    objective: "recall" (facts in a pool of encoded chunks, without data of one's own), "next"
+    objective: "lookup" (where facts stand in a pool of encoded chunks) or "recall" (what they say;
+        both without data of one's own), "next"
         (every recent token), "answer" (replies only; of a text all that follows its history),
         "distill" (as answer, and as the full context has it) or "reconstruct" (what the history
         says, again).
@@ -69,14 +71,17 @@ class Lesson:
                 f"objective {self.objective!r} is not known; use {', '.join(OBJECTIVES)}."
             )
         own = [n for n in ("data", *TERMS, "chunks") if getattr(self, n) is not None]
-        if self.objective == "recall" and own:
-            raise RequestError(f"the objective recall takes no {own[0]}; it makes its own data.")
-        if self.objective != "recall" and not self.data:
+        makes_data = OBJECTIVES[self.objective] is None
+        if makes_data and own:
+            raise RequestError(
+                f"the objective {self.objective} takes no {own[0]}; it makes its own data."
+            )
+        if not makes_data and not self.data:
             raise RequestError(
                 f"the objective {self.objective} needs data: a .jsonl, .parquet or .txt file, or "
                 "the hub name OWNER/NAME of a data set."
             )
-        if self.objective != "recall" and not any(self.terms):
+        if not makes_data and not any(self.terms):
             raise RequestError("nll, forward and reverse are all 0; one must be more.")
 
     @property

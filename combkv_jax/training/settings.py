@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from combkv_jax.errors import RequestError
-from combkv_jax.training.recipe import Lesson, Stage
+from combkv_jax.training.recipe import OBJECTIVES, Lesson, Stage
 
 FIRST_GROUPS = 6  # in the pool before the first step
 
@@ -23,10 +23,13 @@ class Settings:
     tokens. data, objective: what is trained on instead of recall (`recipe.Lesson`). recipe: stages
     that say all that themselves.
 
-    Of recall: pool: groups of chunks held at once. fresh: steps for each new group, once the pool
-    is full (while it fills, every step makes one). text_weight: what next-token loss on text
-    counts beside answers. attention_weight: what attention away from an answer's place counts
-    (`step.missed`). remat: whether activations are made again, as they always are in packs.
+    Of lookup and recall: pool: groups of chunks held at once. Lookup keeps the first ones, and has
+    of the other settings only the rates, accumulate and seed.
+
+    Of recall: fresh: steps for each new group, once the pool is full (while it fills, every step
+    makes one). text_weight: what next-token loss on text counts beside answers. attention_weight:
+    what attention away from an answer's place counts (`step.missed`). remat: whether activations
+    are made again, as they always are in packs.
 
     rate, gate_rate: of the projections and the gates; warmup steps, then constant, then falling
     over the last `decay` share. clip: of the gradient's norm. weight_decay: of matrices.
@@ -73,7 +76,8 @@ class Settings:
         """What is trained on, one after the other."""
         if self.recipe:
             return self.recipe
-        lessons = tuple(Lesson(self.objective, name) for name in self.data) or (Lesson("recall"),)
+        own = self.objective if OBJECTIVES.get(self.objective, ()) is None else "recall"
+        lessons = tuple(Lesson(self.objective, name) for name in self.data) or (Lesson(own),)
         rates = (self.rate, self.gate_rate, self.warmup, self.decay)
         return (Stage(self.steps, lessons, (1.0,) * len(lessons), *rates),)
 

@@ -27,9 +27,10 @@ Arrays = Mapping[str, jax.Array]
 
 class Batch(NamedTuple):
     """Rows stacked, [B, ...] as in `rows.Row`; taps: for each kept layer float16
-    [blocks, B, BLOCK * chunk_size, D]."""
+    [blocks, B, BLOCK * chunk_size, D], of the tokens chunk_ids [blocks, B, BLOCK * chunk_size]."""
 
     taps: tuple[Any, ...]
+    chunk_ids: Any
     sinks: Any
     ids: Any
     position: Any
@@ -84,16 +85,18 @@ class Rows(NamedTuple):
     missed: jax.Array
 
 
-def stack(rows: list[Row], taps: list[np.ndarray], chunk_size: int) -> Batch:
-    """A batch of rows of one bucket. taps: the pool's, [chunks, chunk_size, D] a kept layer."""
+def stack(rows: list[Row], pool_ids: np.ndarray, taps: list[np.ndarray]) -> Batch:
+    """A batch of rows of one bucket, whose histories are of these chunks: tokens
+    [chunks, chunk_size], and [chunks, chunk_size, D] a kept layer."""
     index = np.stack([row.chunks for row in rows])
     blocks = -(-index.shape[1] // BLOCK)
     index = np.pad(index, ((0, 0), (0, blocks * BLOCK - index.shape[1])))
     index = index.reshape(len(rows), blocks, BLOCK).swapaxes(0, 1)
-    shape = (blocks, len(rows), BLOCK * chunk_size, -1)
-    names = Batch._fields[1:]
+    shape = (blocks, len(rows), BLOCK * pool_ids.shape[1])
+    names = Batch._fields[2:]
     return Batch(
-        tuple(x[index].reshape(shape) for x in taps),
+        tuple(x[index].reshape(*shape, -1) for x in taps),
+        pool_ids[index].reshape(shape),
         *(np.stack([getattr(row, name) for row in rows]) for name in names),
     )
 
@@ -147,9 +150,14 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch, r
 
         return outer
 
+    def words(ids):
+        return model.decoder.words(model.decoder.embed(ids))
+
+    nearby = recent.nearby(config.summary_tokens)
     entries: list[Any] = [recent] * config.text.num_hidden_layers
     for i, taps in zip(config.cross_layers, batch.taps, strict=True):
-        entries[i] = Comb(recent, chunks=Taps(config, model.blocks[i], taps, *seen, *sought, found))
+        own = (config, model.blocks[i], words, taps, batch.chunk_ids)
+        entries[i] = Comb(recent, Taps(*own, *seen, *sought, found), nearby=nearby)
     width = config.sink_tokens
     if width:
         ids = batch.sinks.reshape(-1, width)
@@ -177,11 +185,7 @@ def missed(config: CombConfig, batch: Batch, found: list[jax.Array]) -> jax.Arra
     looked independently; the sum over answer tokens, and the mean over the kept layers of the
     upper half, where a question's tokens know what they ask for."""
     seeking = is_seeking(batch)
-    upper = [
-        x
-        for i, x in zip(config.cross_layers, found, strict=True)
-        if 2 * i >= config.text.num_hidden_layers
-    ]
+    upper = [x for i, x in zip(config.cross_layers, found, strict=True) if i in config.upper_layers]
     total = jnp.float32(0)
     for x in upper:
         share = jnp.exp(jnp.where(seeking[..., None], x, 0.0))
@@ -259,7 +263,8 @@ def optimiser(
 
 
 def is_gate(name: str) -> bool:
-    """Whether a trained tensor is a gate: a bias, a scale or a tanh gate, no projection or norm."""
+    """Whether a trained tensor is a gate (a bias, a scale, a summary's or a tanh gate), no
+    projection or norm."""
     return not name.endswith(".weight")
 
 

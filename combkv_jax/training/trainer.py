@@ -15,7 +15,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from combkv_jax import console, distributed, sharding
 from combkv_jax.errors import RequestError
 from combkv_jax.language_model import LanguageModel
 from combkv_jax.model import parameters
-from combkv_jax.training import origin, step
+from combkv_jax.training import lookup, origin, step
 from combkv_jax.training.board import Board
-from combkv_jax.training.lessons import Lessons, PackedLessons, RecallLessons
+from combkv_jax.training.lessons import Lessons, lessons_of
 from combkv_jax.training.placing import Placing, new_state
 from combkv_jax.training.recipe import Lesson
 from combkv_jax.training.settings import Settings
@@ -66,19 +66,18 @@ class Trainer:
         if self.config.is_original and any(lesson.data is None for lesson in wanted):
             raise RequestError(
                 f"{settings.model} has no history of this project's own form (encoder 'decoder'), "
-                "which the objective recall needs; train it on --data."
+                "which the objectives lookup and recall need; train it on --data."
             )
         self.placing = None if mesh is None else Placing.of(self.config, mesh)
-        if self.placing:
+        if self.placing and any(lesson.objective != "lookup" for lesson in wanted):
             self.placing.placement.check_rows(settings.rows, f"{settings.rows} rows (--rows)")
         arrays = parameters(lm.model)
         self.origin = origin.identity(arrays)
         trained, self.frozen = step.split(arrays)
+        if any(lesson.objective == "lookup" for lesson in settings.stages[0].lessons):
+            trained = lookup.opened(trained)
         self.lessons: dict[Lesson, Lessons] = {
-            lesson: RecallLessons(lm, settings)
-            if lesson.data is None
-            else PackedLessons(lm, lesson, settings)
-            for lesson in wanted
+            lesson: lessons_of(lm, lesson, settings) for lesson in wanted
         }
         rates = tuple(stage.rates for stage in settings.stages)
         self.optimise = step.optimiser(rates, settings.clip, settings.weight_decay)
@@ -163,8 +162,9 @@ class Trainer:
 
     # The loop
 
-    def run(self) -> None:
-        """Trains to the last step, or until SIGTERM, after which the state is saved."""
+    def run(self, ends: Callable[[], bool] | None = None) -> None:
+        """Trains to the last step, or until SIGTERM, after which the state is saved. ends: asked
+        after each step whether it was the last one; the settings' steps are then only a bound."""
         steps = sum(stage.steps for stage in self.settings.stages)
         stop = []
         previous = signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -174,18 +174,23 @@ class Trainer:
                 lessons.begin(self.taken[lesson])
             if not self.done:
                 self._check()
-            with console.progress(steps - self.done, "Training", "steps") as advance:
+            shown = console.progress(steps - self.done, "Training", "steps")
+            if ends is not None:  # nobody knows how much is left
+                shown = contextlib.nullcontext(lambda amount: None)
+            with shown as advance:
                 for record in self._steps(steps):
                     self._log(record)
                     advance(1)
                     stopped = distributed.any_of_all(bool(stop))
-                    last = self.done >= steps or stopped
+                    ended = ends is not None and distributed.any_of_all(ends())
+                    last = self.done >= steps or stopped or ended
                     if self.done % self.check_every == 0 or last:
                         self._check()
                     if record["finite"] and (self.done % self.save_every == 0 or last):
                         self.checkpoints.save(self.done, self.state)
                     if stopped:
                         console.note(f"Stopped by SIGTERM after step {self.done}; it is saved.")
+                    if last:
                         break
         finally:
             signal.signal(signal.SIGTERM, previous)
@@ -264,9 +269,8 @@ class Trainer:
         if not distributed.is_first():
             return
         try:
-            adapters.write(
-                self.out, adapters.NAME, self.config, self.settings.model, trained, facts
-            )
+            base = adapters.base_of(self.settings.model)
+            adapters.write(self.out, adapters.NAME, self.config, base, trained, facts)
         except OSError as error:
             console.note(f"The adapters of step {self.done} were not written: {error.strerror}.")
 

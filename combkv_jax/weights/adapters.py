@@ -67,6 +67,12 @@ def join(opened: Source, path: Path) -> Source:
     return dataclasses.replace(opened, kind="adapters", config=config, tensors=tensors)
 
 
+def base_of(model: str) -> str:
+    """The model whose decoder it is: of a training folder the one that it was trained for."""
+    path = Path(model) / f"{NAME}.json"
+    return base_of(read_description(path)["base"]) if path.is_file() else model
+
+
 def open_folder(folder: Path, open_base: Callable[[str], Source]) -> Source:
     """A folder that `train.py` made: its adapters in front of the model they were trained for."""
     path = folder / f"{NAME}.json"

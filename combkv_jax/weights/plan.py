@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from combkv_jax.config import (
@@ -17,6 +20,7 @@ from combkv_jax.config import (
     every_fourth,
 )
 from combkv_jax.errors import RequestError
+from combkv_jax.layers import Declaration
 from combkv_jax.model import declarations, starts_as
 from combkv_jax.weights.source import DTYPES, Source, Tensor
 
@@ -88,7 +92,7 @@ def choose_config(
         layers = sorted(int(p) for p in parts)
     chunk_size = preset.chunk_size if preset and encoder == "decoder" else 1024
     chunk_size = min(chunk_size, max(1, text.max_position_embeddings // 2))
-    return CombConfig(text, encoder, FORMS[encoder], tuple(layers), chunk_size)
+    return CombConfig(text, encoder, FORMS[encoder], (), chunk_size).keeping(layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ def plan(source: Source, config: CombConfig, dtype: str | None) -> dict[str, Pla
     for name, declared in declarations(config).items():
         tensor = source.tensors.get(copies.get(name, name))
         if is_new and name not in copies and not name.startswith("decoder."):
-            tensor = _constant(declared.init, declared.shape)
+            tensor = _fresh(name, declared)
         if tensor is None:
             if name not in copies:
                 missing.append(name)
@@ -142,6 +146,11 @@ def plan(source: Source, config: CombConfig, dtype: str | None) -> dict[str, Pla
     return result
 
 
-def _constant(init: str, shape: tuple[int, ...]) -> Tensor:
-    make = {"zeros": np.zeros, "ones": np.ones}[init]
-    return Tensor(init, shape, "float32", lambda dtype: make(shape, dtype))
+def _fresh(name: str, declared: Declaration) -> Tensor:
+    """A tensor that begins as it is declared; the same numbers for the same name and shape."""
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        key = jax.random.key(zlib.crc32(name.encode()))
+        return np.asarray(declared.create(key, jnp.dtype(dtype))).astype(dtype)
+
+    return Tensor(declared.init, declared.shape, "float32", read)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+import combkv_jax
+import evaluate
+from combkv_jax import console
 from combkv_jax.errors import RequestError
-from combkv_jax.evaluation import recall, tasks
+from combkv_jax.evaluation import continuation, recall, tasks
 from tests import text
 
 CHUNK = 512
@@ -72,6 +77,41 @@ def test_questions_are_answered_from_one_history():
     assert [wanted for _, wanted in answers] == [fact.digits for fact in case.asked]
     turned = recall.RecallCase(case.tokens, case.asked[::-1])
     assert recall.ask_all(lm, turned) == answers[::-1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ([], ["passkey 600", "similar 600", "passkey 700", "similar 700", "continuation"]),
+        (["--tasks", "passkey"], ["passkey 600", "passkey 700"]),
+        (["--tasks", "continuation", "similar"], ["similar 600", "similar 700", "continuation"]),
+        (["--tasks", "continuation"], ["continuation"]),
+    ],
+)
+def test_only_what_is_asked_for_is_measured(asked, wanted, tmp_path, monkeypatch, capsys):
+    done = []
+
+    def recalled(lm, task, tokens, **options):
+        done.append(f"{task} {tokens}")
+        return recall.Recall(task, tokens, 8, 2, 4, 3, 0.875)
+
+    def continued(lm, **options):
+        done.append("continuation")
+        return continuation.Continuation(4096, 20, 3.0, 2.7, 2.9, 2.5)
+
+    monkeypatch.setattr(console, "prepare_jax", lambda: None)  # the tests' own settings stay
+    monkeypatch.setattr(combkv_jax, "load", lambda source: text.byte_model("lse", 2))
+    monkeypatch.setattr(recall, "measure", recalled)
+    monkeypatch.setattr(continuation, "measure", continued)
+    assert evaluate.main(["--recall", "600", "700", "--report", str(tmp_path), *asked]) == 0
+    assert done == wanted
+    found = json.loads((tmp_path / "recall.json").read_text())
+    cells = [f"{cell['task']} {cell['tokens']}" for cell in found["recall"]]
+    assert cells + ["continuation"] * len(found["continuation"]) == wanted
+    shown = capsys.readouterr().out
+    assert ("digits right" in shown) == bool(cells)
+    said = "The compressed history gives 0.60 of what the full cache gives; half-way is 0.5."
+    assert (said in shown) == bool(found["continuation"])
 
 
 @pytest.mark.parametrize(

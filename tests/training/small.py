@@ -22,7 +22,7 @@ import numpy as np
 import train
 from combkv_jax import console, distributed
 from combkv_jax.model import declarations
-from combkv_jax.training import lessons, rows, step
+from combkv_jax.training import lessons, lookup, rows, step
 from combkv_jax.weights import checkpoint
 from tests import text, tiny
 
@@ -44,10 +44,16 @@ class QuickChecks:
         return {"score": -float(np.sum(sums))}
 
 
-def write_model(folder: Path, seed: int = 6) -> Path:
-    """A native folder of a random model of our form, one token a byte."""
+def write_model(folder: Path, seed: int = 6, layers: int = 1) -> Path:
+    """A native folder of a random model of our form, one token a byte; with summaries in the upper
+    half of its layers, if it has two or more."""
     config = tiny.comb_config(
-        "lse", (1,), chunk_size=96, vocab_size=257, num_hidden_layers=2, tie_word_embeddings=True
+        "lse",
+        tuple(range(layers)),
+        chunk_size=96,
+        vocab_size=257,
+        num_hidden_layers=layers,
+        tie_word_embeddings=True,
     )
     arrays = tiny.random_parameters(np.random.default_rng(seed), config)
     layout = {name: (d.shape, np.dtype(np.float32)) for name, d in declarations(config).items()}
@@ -115,5 +121,6 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     lessons.BUCKETS = (rows.Bucket(8, 96, 1.0),)
     lessons.Checks = QuickChecks
+    lookup.TOKENS, lookup.HELD_OUT = 96, 4
     step.train_step = _hinder(step.train_step)
     sys.exit(console.run(train.main, train.parser()))

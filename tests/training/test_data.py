@@ -21,7 +21,7 @@ def lm():
 
 @pytest.fixture(scope="module")
 def full_pool(lm):
-    made = pool.Pool(lm, 6, seed=3)
+    made = pool.Pool(lm, 6, 3, lm.config.cross_layers)
     made.grow_to(7)
     return made
 
@@ -60,7 +60,7 @@ def test_facts_in_one_draw_have_their_own_keys_and_values_vary():
 
 
 def test_groups_do_not_depend_on_who_made_them_before(lm, full_pool):
-    later = pool.Pool(lm, 6, seed=3)
+    later = pool.Pool(lm, 6, 3, lm.config.cross_layers)
     later.grow_to(7)
     straight = pool.make_group(lm.tokens, later.sentences, CHUNK, 3, 6)
     np.testing.assert_array_equal(full_pool.groups[0].ids, straight.ids)  # 6 took the slot of 0

@@ -23,6 +23,7 @@ from tests.training.test_recipe import settings
 from tests.training.test_trainer import NoChecks, assert_same, log
 
 CHUNK = 32
+SMALL = {"cross_layers": (1,), "num_hidden_layers": 2}  # compiling takes most of the time here
 SIZES = {"rows": 2, "warmup": 1, "pack_tokens": 64, "pack_history": 96, "rate": 1e-3}
 
 
@@ -43,7 +44,7 @@ def asked(tmp_path_factory):
 @pytest.fixture(scope="module")
 def models():
     """A tiny model of each form, one token a byte."""
-    return {form: text.byte_model(form, 6, chunk_size=CHUNK) for form in ("lse", "tanh")}
+    return {form: text.byte_model(form, 6, chunk_size=CHUNK, **SMALL) for form in ("lse", "tanh")}
 
 
 def train(lm, out, resume=False, mesh=None, **changes):
@@ -143,7 +144,7 @@ def test_what_is_watched_is_the_nll_behind_each_history(models, asked):
 def test_stages_and_mixtures_are_resumed_too(models, asked, tmp_path, monkeypatch):
     monkeypatch.setattr(lessons, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
     monkeypatch.setattr(lessons, "Checks", NoChecks)
-    long = text.byte_model("lse", 6, chunk_size=96)
+    long = text.byte_model("lse", 6, chunk_size=96, **SMALL)
     rates = {"rate": 1e-3, "gate_rate": 1e-2, "warmup": 1, "decay": 0.0}
     mixed = (Lesson("recall"), Lesson("distill", asked))
     stages = (

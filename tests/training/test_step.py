@@ -19,7 +19,9 @@ CHUNK, SINKS = 13, 3
 def case():
     """A model, a pool of chunks with their taps, rows, and the same as packed samples."""
     rng = np.random.default_rng(20)
-    config = tiny.comb_config("lse", chunk_size=CHUNK, sink_tokens=SINKS)
+    config = tiny.comb_config(
+        "lse", chunk_size=CHUNK, sink_tokens=SINKS, summary_layers=(2,), summary_tokens=5
+    )
     arrays = {name: jnp.asarray(x) for name, x in tiny.random_parameters(rng, config).items()}
     model = step.build(config, arrays)
     pool = rng.integers(0, config.text.vocab_size, (7, CHUNK)).astype(np.int32)
@@ -42,7 +44,7 @@ def case():
                 row.add_segment(pieces)
                 samples.append((chunks, np.concatenate([x for p in pieces for x in p[:2]])))
         rows.append(row.finish(0.3))
-    return config, arrays, step.stack(rows, taps, CHUNK), pool, samples
+    return config, arrays, step.stack(rows, pool, taps), pool, samples
 
 
 def packed(pool, samples):
@@ -93,7 +95,8 @@ def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
     value, gradient, rows = gradients(trained, frozen, step.accumulated([batch]), objective)
     one_by_one = [
         jax.tree.map(lambda x, i=i: x[i : i + 1], batch)._replace(
-            taps=tuple(x[:, i : i + 1] for x in batch.taps)
+            taps=tuple(x[:, i : i + 1] for x in batch.taps),
+            chunk_ids=batch.chunk_ids[:, i : i + 1],
         )
         for i in range(2)
     ]
