@@ -2,6 +2,7 @@
 # make test: style and tests, in the same environment.
 PYTHON ?= python3
 VENV ?= .venv
+TESTS ?=
 CTX ?= 131072
 
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet
@@ -15,7 +16,7 @@ demo: $(VENV)/.model
 test: $(VENV)/.model $(VENV)/.test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal  # compiling, most of the work, takes one core
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)  # compiling takes one core
 
 # Each stamp is written last, so an interrupted step is done again; without the first one nothing
 # in the folder is trusted and the environment is made anew.

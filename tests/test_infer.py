@@ -127,6 +127,7 @@ def test_a_chat_goes_on_after_a_message_that_is_too_long(run, tmp_path, monkeypa
     assert "Traceback" not in err
 
 
+@pytest.mark.once
 def test_the_real_model_finds_a_code_in_a_few_chunks(run, smollm2_file):
     arguments = ("--ctx", 900, "--window", 400, "--max-new-tokens", 8)
     code, out, err, figures = run(*arguments, model=smollm2_file)

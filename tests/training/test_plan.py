@@ -19,6 +19,7 @@ GIB = 2**30
 BUCKET = rows.Bucket(8, 96, 1.0)
 
 
+@pytest.mark.once
 @needs_compiler
 def test_llama_8b_on_four_h200(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(console, "prepare_jax", lambda: None)  # the tests' own settings stay
