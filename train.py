@@ -36,22 +36,21 @@ def parser() -> console.Parser:
         nargs="+",
         default=[],
         metavar="NAME_OR_FILE",
-        help="train on these instead of recall: .jsonl, .parquet, .txt, or a data set of the hub, "
+        help="data of your own: .jsonl, .parquet, .txt, or a data set of the hub, "
         "OWNER/NAME[:CONFIG]; with messages, question and answer (and context), or text",
     )
     p.add_argument(
         "--objective",
-        choices=[name for name in OBJECTIVES if name != "recall"],
-        default="answer",
-        help="without --data: recall (default) or lookup (where facts stand, the stage before it); "
-        "of --data: answer (default; replies, or what follows a text's history), next (every "
-        "token), distill (as the same model answers that has it all in front of it) or "
-        "reconstruct (say the history again)",
+        choices=list(OBJECTIVES),
+        help="without --data: lookup (where facts stand) or recall (what they say), by default one "
+        "after the other; of --data: answer (default; replies, or what follows a text's history), "
+        "next (every token), distill (as the same model answers that has it all in front of it) "
+        "or reconstruct (say the history again)",
     )
     p.add_argument(
         "--recipe", type=Path, metavar="FILE", help="stages and mixtures, .toml or .json"
     )
-    p.add_argument("--steps", type=whole, help="1000; a recipe's stages have their own")
+    p.add_argument("--steps", type=whole, help="1000, by default after 300 of lookup; a recipe has its own")
     p.add_argument("--rows", type=whole, default=1, help="rows of questions, or packs, at once (1)")
     p.add_argument(
         "--accumulate", type=whole, default=1, help="times that many, one after another, a step (1)"
@@ -107,13 +106,17 @@ def main(args) -> None:
         raise RequestError("--json is for the figures of --plan; a run writes log.jsonl.")
     if args.seed < 0:
         raise RequestError(f"seed is {args.seed}; it must be 0 or more.")
+    rates = {name: getattr(args, name) for name in ("rate", "gate_rate", "warmup", "decay")}
     if args.recipe:
-        if args.steps:
-            raise RequestError("the recipe's stages say how many steps; leave --steps away.")
-        rates = {name: getattr(args, name) for name in ("rate", "gate_rate", "warmup", "decay")}
+        if args.steps or args.objective:
+            extra = "--steps" if args.steps else "--objective"
+            raise RequestError(f"the recipe's stages have their own; leave {extra} away.")
         args.recipe = recipe.read(args.recipe, **rates)
-        args.steps = sum(stage.steps for stage in args.recipe)
-    args.steps, args.recipe, args.data = args.steps or 1000, args.recipe or (), tuple(args.data)
+    elif not (args.data or args.objective):
+        args.recipe = recipe.shipped(args.steps, **rates)
+    args.recipe, args.data = args.recipe or (), tuple(args.data)
+    args.steps = sum(stage.steps for stage in args.recipe) or args.steps or 1000
+    args.objective = args.objective or ("answer" if args.data else "recall")
     if args.kept_layers is None and args.encoder is None and args.model in PRESETS:
         args.kept_layers = "measured"  # untrained copies, not adapters that come with a preset
     if Path(args.model).exists():
@@ -155,7 +158,7 @@ def plan(args) -> None:
     from combkv_jax.training import plan as planning
     from combkv_jax.weights import read_source_config
 
-    if args.data or args.recipe or args.objective != "answer":
+    if args.data or args.recipe or args.objective:
         raise RequestError(
             "--plan plans a step on recall; leave --data, --recipe and --objective away."
         )

@@ -14,6 +14,7 @@ from combkv_jax.cache import Cache, Comb, LayerCache, Packed
 from combkv_jax.config import CombConfig, LlamaConfig
 from combkv_jax.layers import (
     MLP,
+    HeadsLinear,
     Linear,
     RMSNorm,
     declare,
@@ -108,7 +109,10 @@ class LocalSummary(nnx.Module):
     made from the tokens' embeddings instead of the layer's input. A name in a question and the
     same name in a chunk so give the same values whatever else stands around them, and the query
     finds the place where it was told among thousands of similar ones; the layer's input alone
-    names it too weakly (docs/training.md). Gates of 0 add nothing.
+    names it too weakly (docs/training.md). To the values' mean comes the product of two projections
+    of it (bilinear: Kim et al. 2017), which holds products of every two words: names that share one
+    of two words have half of the mean in common, and much less of the product. Gates of 0 add
+    nothing.
     """
 
     def __init__(self, config: CombConfig):
@@ -117,6 +121,8 @@ class LocalSummary(nnx.Module):
         self.q_proj = key_value_projection(text)
         self.k_proj = key_value_projection(text)
         self.v_proj = key_value_projection(text)
+        self.left = HeadsLinear(text.num_key_value_heads, text.head_dim)
+        self.right = HeadsLinear(text.num_key_value_heads, text.head_dim)
         self.query_gate = declare((text.num_attention_heads,), (None,), "zeros", "float32")
         self.key_gate = declare((text.num_key_value_heads,), (None,), "zeros", "float32")
 
@@ -136,7 +142,8 @@ class LocalSummary(nnx.Module):
         )
         value = project_heads(self.v_proj, words, self.head_dim)
         gathered, nearby = nearby.extend(query, key, value, lengths)
-        return gathered.out, nearby
+        mean = gathered.out
+        return mean + self.left(mean) * self.right(mean), nearby
 
     def in_key(self, key: jax.Array, summary: jax.Array) -> jax.Array:
         """key [B, T, K, head_dim] with the summary."""

@@ -54,6 +54,16 @@ class Linear(nnx.Module):
         return jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
 
 
+class HeadsLinear(nnx.Module):
+    """A projection of each head within itself, weight [heads, out, in]."""
+
+    def __init__(self, heads: int, head_dim: int):
+        self.weight = declare((heads, head_dim, head_dim), ("kv_heads", None, None))
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, heads, head_dim], the same shape
+        return jnp.einsum("bthi,hoi->btho", x, self.weight[...])
+
+
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
     """x [..., D] with a root mean square of one over the last axis."""
     x32 = x.astype(jnp.float32)

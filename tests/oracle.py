@@ -165,7 +165,8 @@ def comb_sample(config: CombConfig, p: Parameters, recent, chunks) -> np.ndarray
 
 def summary(config: CombConfig, p: Parameters, name, h, ids, positions) -> np.ndarray:
     """What attention over the last few tokens of one text gathers of their words, the embeddings
-    at a root mean square of one: [T, KV heads, head_dim]."""
+    at a root mean square of one, and the product of two projections of that:
+    [T, KV heads, head_dim]."""
     text = config.text
     words = p["decoder.embed_tokens.weight"][ids]
     words = rms_norm(text, words, np.ones(words.shape[1]))
@@ -178,7 +179,9 @@ def summary(config: CombConfig, p: Parameters, name, h, ids, positions) -> np.nd
         for head_ in range(query.shape[1]):
             scores = key[first : t + 1, head_] @ query[t, head_] / math.sqrt(text.head_dim)
             share = np.exp(scores - log_sum_exp(scores))
-            out[t, head_] = share @ value[first : t + 1, head_]
+            mean = share @ value[first : t + 1, head_]
+            left, right = (p[f"{name}.summary.{side}.weight"][head_] for side in ("left", "right"))
+            out[t, head_] = mean + (left @ mean) * (right @ mean)
     return out
 
 

@@ -1,5 +1,5 @@
-"""How well a novel's continuation is predicted from its compressed pages, from another book's, from
-none, and from the same pages in the full cache."""
+"""How well a novel's continuation is predicted from its own pages, from another place's and from
+none, pages being compressed or in the full cache."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Continuation:
     compressed: float
     other: float
     full: float
+    other_full: float
 
     @property
     def share(self) -> float:
@@ -40,18 +41,19 @@ def measure(lm: LanguageModel, *, pairs: int, chunks: int, seed: int = 0) -> Con
     is a place half the novels away."""
     size, cases = lm.config.chunk_size, 2 * pairs
     made = tasks.text_cases(lm.tokens, seed, "judge", cases=cases, chunks=chunks, chunk_size=size)
-    sums = dict.fromkeys(("none", "compressed", "other", "full"), 0.0)
+    sums = dict.fromkeys(("none", "compressed", "other", "full", "other_full"), 0.0)
     with console.progress(cases, "Continuations", "places") as advance:
         for pair in zip(made[:pairs], made[pairs:], strict=True):
             histories = [compress(lm.model, [case.chunks]) for case in pair]
             for index, case in enumerate(pair):
                 target = case.tokens[1:]
-                whole = np.concatenate([*case.chunks, case.tokens])
                 sums["none"] += float(_nll(lm.model, None, case.tokens[:-1], target))
                 own, other = histories[index], histories[1 - index]
                 sums["compressed"] += float(_nll(lm.model, own, case.tokens[:-1], target))
                 sums["other"] += float(_nll(lm.model, other, case.tokens[:-1], target))
-                sums["full"] += float(_nll(lm.model, None, whole[:-1], target))
+                for name, pages in (("full", case), ("other_full", pair[1 - index])):
+                    whole = np.concatenate([*pages.chunks, case.tokens])
+                    sums[name] += float(_nll(lm.model, None, whole[:-1], target))
                 advance(1)
     return Continuation(chunks * size, cases, **{k: v / cases for k, v in sums.items()})
 
@@ -83,5 +85,6 @@ def table(result: Continuation) -> list[tuple[str, float, float]]:
             ("compressed", result.compressed),
             ("another place's, compressed", result.other),
             ("full cache", result.full),
+            ("another place's, full cache", result.other_full),
         )
     ]

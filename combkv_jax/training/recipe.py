@@ -1,7 +1,7 @@
 """What a run trains on: stages one after the other, each with its rates and a mixture of lessons.
 
-A recipe is a small file, TOML or JSON; `combkv_jax/assets/recipe.toml` is one. Every step trains
-on one lesson of its stage, drawn by weight.
+A recipe is a small file, TOML or JSON; `combkv_jax/assets/recipe.toml` is the one that `train.py`
+follows when it is told nothing else. Every step trains on one lesson of its stage, drawn by weight.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from combkv_jax.errors import RequestError
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "recipe.toml"
 MOST_BYTES = 1 << 20  # of a recipe file
 
 # Objective -> what each term of the loss counts: plain cross-entropy, and forward and reverse KL
@@ -47,11 +48,10 @@ class Rates(NamedTuple):
 class Lesson:
     """One thing to learn.
 
-    objective: "lookup" (where facts stand in a pool of encoded chunks) or "recall" (what they say;
-        both without data of one's own), "next"
-        (every recent token), "answer" (replies only; of a text all that follows its history),
-        "distill" (as answer, and as the full context has it) or "reconstruct" (what the history
-        says, again).
+    objective: "lookup" (where facts stand in a pool of encoded chunks) or "recall" (what they say),
+        both without data of one's own; "next" (every recent token), "answer" (replies only; of a
+        text all that follows its history), "distill" (as answer, and as the full context has it)
+        or "reconstruct" (what the history says, again).
     data: a file or the name of a data set (`data.documents`).
     nll, forward, reverse: weights of cross-entropy and of KL(full || ours) and KL(ours || full);
         None: the objective's own.
@@ -131,6 +131,14 @@ def read(path: Path, **rates: float) -> tuple[Stage, ...]:
     _check_keys(tree, {"stages"}, place)
     stages = _tables(tree, "stages", place)
     return tuple(_stage(s, f"stage {i} of {place}", rates) for i, s in enumerate(stages, 1))
+
+
+def shipped(steps: int | None, **rates: float) -> tuple[Stage, ...]:
+    """The stages of the recipe that comes with the package, the last of them with these rates and
+    this many steps, if any are given."""
+    *before, last = read(SHIPPED, **rates)
+    changed = dataclasses.replace(last, steps=steps or last.steps, **rates)
+    return (*before, changed)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

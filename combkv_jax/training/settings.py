@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from combkv_jax.errors import RequestError
-from combkv_jax.training.recipe import OBJECTIVES, Lesson, Stage
+from combkv_jax.training.recipe import Lesson, Stage
 
 FIRST_GROUPS = 6  # in the pool before the first step
 
@@ -20,8 +20,8 @@ class Settings:
 
     encoder: as in `convert_weights.py`. rows: of a micro-batch, of which a step takes
     `accumulate`; of one's own data a row is a pack of pack_tokens recent and pack_history history
-    tokens. data, objective: what is trained on instead of recall (`recipe.Lesson`). recipe: stages
-    that say all that themselves.
+    tokens. data, objective: what is trained on (`recipe.Lesson`). recipe: stages that say all that
+    themselves.
 
     Of lookup and recall: pool: groups of chunks held at once. Lookup keeps the first ones, and has
     of the other settings only the rates, accumulate and seed.
@@ -54,7 +54,7 @@ class Settings:
     weight_decay: float = 0.0
     remat: bool = False
     data: tuple[str, ...] = ()
-    objective: str = "answer"
+    objective: str = "recall"
     pack_tokens: int = 1024
     pack_history: int = 8192
     recipe: tuple[Stage, ...] = ()
@@ -76,8 +76,7 @@ class Settings:
         """What is trained on, one after the other."""
         if self.recipe:
             return self.recipe
-        own = self.objective if OBJECTIVES.get(self.objective, ()) is None else "recall"
-        lessons = tuple(Lesson(self.objective, name) for name in self.data) or (Lesson(own),)
+        lessons = tuple(Lesson(self.objective, name) for name in self.data or (None,))
         rates = (self.rate, self.gate_rate, self.warmup, self.decay)
         return (Stage(self.steps, lessons, (1.0,) * len(lessons), *rates),)
 

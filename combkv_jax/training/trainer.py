@@ -142,10 +142,10 @@ class Trainer:
         for name, value in mine.items():
             if name in ("steps", "samples", "weights"):
                 continue
-            if theirs.get(name, defaults.get(name)) != value:
+            begun = theirs.get(name, defaults.get(name))
+            if _without_end(begun) != _without_end(value):
                 raise RequestError(
-                    f"{self.out} was begun with {name} {theirs.get(name, defaults.get(name))!r}, "
-                    f"not {value!r}; "
+                    f"{self.out} was begun with {name} {begun!r}, not {value!r}; "
                     "resume it with the same settings (--steps may change)."
                 )
 
@@ -284,6 +284,14 @@ class Trainer:
                 self.board.write(record)
         except OSError as error:
             console.note(f"A line of {self.log_path} was not written: {error.strerror}.")
+
+
+def _without_end(setting: Any) -> Any:
+    """The setting; a recipe without how long its last stage is."""
+    match setting:
+        case [*before, {"steps": _, **rest}]:
+            return [*before, rest]
+    return setting
 
 
 def _cut(path: Path, done: int) -> None:

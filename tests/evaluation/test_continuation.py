@@ -29,17 +29,18 @@ def test_each_history_gives_the_packed_models_nll():
         logp = jax.nn.log_softmax(lm(batch))[-len(target) :]
         return -np.mean(np.asarray(logp)[np.arange(len(target)), target])
 
-    wanted = {"none": [], "compressed": [], "other": [], "full": []}
+    wanted = {name: [] for name in ("none", "compressed", "other", "full", "other_full")}
     for case, other in zip(cases, cases[::-1], strict=True):
         ids, target = case.tokens[:-1], case.tokens[1:]
         wanted["none"].append(nll(ids, target))
         wanted["compressed"].append(nll(ids, target, case.chunks))
         wanted["other"].append(nll(ids, target, other.chunks))
         wanted["full"].append(nll(np.concatenate([*case.chunks, ids]), target))
+        wanted["other_full"].append(nll(np.concatenate([*other.chunks, ids]), target))
     for name, values in wanted.items():
         assert getattr(result, name) == pytest.approx(np.mean(values), abs=1e-4), name
     assert result.tokens == 2 * CHUNK
     assert result.share == pytest.approx(
         (result.none - result.compressed) / (result.none - result.full)
     )
-    assert len({row[1] for row in continuation.table(result)}) == 4
+    assert len({row[1] for row in continuation.table(result)}) == 5

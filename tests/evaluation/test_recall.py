@@ -97,7 +97,7 @@ def test_only_what_is_asked_for_is_measured(asked, wanted, tmp_path, monkeypatch
 
     def continued(lm, **options):
         done.append("continuation")
-        return continuation.Continuation(4096, 20, 3.0, 2.7, 2.9, 2.5)
+        return continuation.Continuation(4096, 20, 3.0, 2.7, 2.9, 2.5, 2.8)
 
     monkeypatch.setattr(console, "prepare_jax", lambda: None)  # the tests' own settings stay
     monkeypatch.setattr(combkv_jax, "load", lambda source: text.byte_model("lse", 2))

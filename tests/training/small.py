@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 FILE_BYTES = 20_000  # of the log and the adapters: enough; of a checkpoint: too little
 # Every step is saved, and the same things happen however often a run is taken up.
 ARGUMENTS = ("--rows", 4, "--pool", 6, "--fresh", 2, "--warmup", 1, "--rate", 1e-3, "--seed", 1)
-ARGUMENTS += ("--save-every", 1, "--check-every", 4)
+ARGUMENTS += ("--save-every", 1, "--check-every", 4, "--objective", "recall")
 
 
 class QuickChecks:

@@ -215,7 +215,9 @@ def test_the_command_trains_the_original_form_and_its_folder_is_loaded(
         (["--recipe", "none.toml"], "none.toml is not a file"),
         (["--recipe", "r.toml", "--steps", "3"], "leave --steps away"),
         (["--weight-decay", "-1"], "weight_decay is -1.0"),
-        (["--data", "x.jsonl", "--objective", "recall"], "invalid choice"),
+        (["--recipe", "r.toml", "--objective", "next"], "leave --objective away"),
+        (["--data", "x.jsonl", "--objective", "recall"], "recall takes no data"),
+        (["--objective", "next"], "the objective next needs data"),
     ],
 )
 def test_the_command_refuses_before_it_reads_a_model(tmp_path, capsys, arguments, match):

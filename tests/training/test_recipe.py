@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import combkv_jax
 import train as command
 from combkv_jax.errors import RequestError
 from combkv_jax.training import recipe
@@ -16,7 +15,6 @@ from combkv_jax.training.recipe import Lesson, Stage
 from combkv_jax.training.settings import Settings
 
 RATES = {"rate": 1e-4, "gate_rate": 2e-2, "warmup": 7, "decay": 0.25}
-SHIPPED = Path(combkv_jax.__file__).parent / "assets" / "recipe.toml"
 
 
 def settings(*arguments, **changes):
@@ -25,8 +23,13 @@ def settings(*arguments, **changes):
     return Settings(**{name: args[name] for name in Settings.__dataclass_fields__} | changes)
 
 
-def test_the_shipped_recipe_is_what_the_command_line_does_by_default():
-    assert recipe.read(SHIPPED, **RATES) == settings().stages
+def test_the_shipped_recipe_ends_with_the_rates_and_steps_of_the_command_line():
+    first, last = recipe.shipped(None, **RATES)
+    assert (first.lessons, last.lessons) == ((Lesson("lookup"),), (Lesson("recall"),))
+    assert (first.steps, last.steps) == (300, 1000)
+    assert first.rate == 3e-3
+    assert last == settings().stages[0]
+    assert recipe.shipped(7, **RATES)[1] == dataclasses.replace(last, steps=7, **RATES)
 
 
 def test_a_recipe_is_read_as_it_is_written(tmp_path):
