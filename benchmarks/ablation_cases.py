@@ -156,7 +156,7 @@ def _predict(model: CombLlama, history: History, ids: jax.Array) -> tuple[jax.Ar
     first, and whether it was the likeliest, [B, T - 1]."""
     seen, target = ids[:, :-1], ids[:, 1:]
     index = jnp.broadcast_to(jnp.arange(seen.shape[1], dtype=jnp.int32), seen.shape)
-    entries = model.entries(history, Packed(jnp.zeros_like(index), index + 1))
+    entries = model.entries(history, Packed.causal(index))
     position = index + model.recent_offset(history.count)[:, None]
     lengths = jnp.full(seen.shape[0], seen.shape[1], jnp.int32)
     cache = Cache(tuple(entries), position[:, 0])

@@ -82,7 +82,7 @@ def encode_sinks(
     taps = {i: None for i in range(len(decoder.layers)) if i not in skip}
     angles = rotary_angles(decoder.config, positions)
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    entry = Packed(jnp.zeros_like(index), index + 1)
+    entry = Packed.causal(index)
     states = tap_decoder(decoder, taps, decoder.embed(ids), angles, entry)
     return dict(zip(taps, states, strict=True))
 

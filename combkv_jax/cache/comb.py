@@ -66,6 +66,11 @@ class Packed(LayerCache):
     start: jax.Array  # int32 [B, T]
     end: jax.Array
 
+    @classmethod
+    def causal(cls, index: jax.Array) -> Packed:
+        """Each token, standing at `index` [B, T] of its row, sees the row up to itself."""
+        return cls(jnp.zeros_like(index), index + 1)
+
     def prefill(self, query, key, value, lengths):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         return attention(query, key, value, self.start, self.end), self

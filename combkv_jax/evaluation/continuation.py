@@ -62,7 +62,7 @@ def measure(lm: LanguageModel, *, pairs: int, chunks: int, seed: int = 0) -> Con
 def _nll(model: CombLlama, history: History | None, ids, target) -> jax.Array:
     """Mean NLL of `target` [A], which the last A of the tokens ids [T] predict."""
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
-    recent = Packed(jnp.zeros_like(index), index + 1)
+    recent = Packed.causal(index)
     entries, position, blocks = [recent] * len(model.decoder.layers), index, {}
     if history is not None:
         entries = model.entries(history, recent)

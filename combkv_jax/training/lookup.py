@@ -88,7 +88,10 @@ class Lookup:
             model.decoder.words(model.decoder.embed(micro.disguise[ids]))
             for ids in (micro.ids, micro.asked_ids)
         )
-        chunk, asked = map(_causal, (micro.ids, micro.asked_ids))
+        chunk, asked = (
+            Packed.causal(jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+            for ids in (micro.ids, micro.asked_ids)
+        )
         nearby = asked.nearby(config.summary_tokens)
         whole = jnp.full(micro.asked_ids.shape[0], micro.asked_ids.shape[1], jnp.int32)
         positions = [x.end - 1 for x in (chunk, asked)]
@@ -111,11 +114,6 @@ class Lookup:
         nll = jnp.stack(nlls)
         sought = jnp.sum(micro.weight > 0, axis=0)
         return jnp.sum(nll), Found(nll, jnp.stack(hits), sought)
-
-
-def _causal(ids: jax.Array) -> Packed:
-    index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    return Packed(jnp.zeros_like(index), index + 1)
 
 
 def _logits(query: jax.Array, key: jax.Array) -> jax.Array:

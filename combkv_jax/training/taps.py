@@ -49,7 +49,7 @@ def encode_questions(
 
 def _taps(decoder: Decoder, layers, ids, offset: int, entry) -> list[jax.Array]:
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    recent = Packed(jnp.zeros_like(index), index + 1)
+    recent = Packed.causal(index)
     lengths = jnp.full(ids.shape[0], ids.shape[1], jnp.int32)
     x, angles, taps = decoder.embed(ids), rotary_angles(decoder.config, offset + index), []
     for i in range(max(layers) + 1):

@@ -121,6 +121,6 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     lessons.BUCKETS = (rows.Bucket(8, 96, 1.0),)
     lessons.Checks = QuickChecks
-    lookup.TOKENS, lookup.HELD_OUT = 96, 4
+    lookup.TOKENS, lookup.HELD_OUT, lookup.EACH = 96, 4, 1
     step.train_step = _hinder(step.train_step)
     sys.exit(console.run(train.main, train.parser()))

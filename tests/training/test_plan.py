@@ -86,7 +86,10 @@ def test_rows_that_the_mesh_does_not_divide():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--plan", "h100", "--data", "chats.jsonl"], "leave --data, --recipe and --objective away"),
+        (
+            ["--plan", "h100", "--data", "chats.jsonl"],
+            "leave --data, --recipe and --objective away",
+        ),
         (["--plan", "h100", "--dtype", "int8"], "'int8' is not one of float32, bfloat16"),
         (["--json", "plan.json", "--out", "run"], "--json is for the figures of --plan"),
         ([], "--out is missing"),

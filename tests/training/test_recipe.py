@@ -20,6 +20,7 @@ RATES = {"rate": 1e-4, "gate_rate": 2e-2, "warmup": 7, "decay": 0.25}
 def settings(*arguments, **changes):
     args = vars(command.parser().parse_args(["--out", "run", *arguments]))
     args |= {"steps": args["steps"] or 1000, "recipe": (), "data": tuple(args["data"])}
+    args |= {"objective": args["objective"] or "recall"}
     return Settings(**{name: args[name] for name in Settings.__dataclass_fields__} | changes)
 
 
@@ -28,8 +29,8 @@ def test_the_shipped_recipe_ends_with_the_rates_and_steps_of_the_command_line():
     assert (first.lessons, last.lessons) == ((Lesson("lookup"),), (Lesson("recall"),))
     assert (first.steps, last.steps) == (300, 1000)
     assert first.rate == 3e-3
-    assert last == settings().stages[0]
-    assert recipe.shipped(7, **RATES)[1] == dataclasses.replace(last, steps=7, **RATES)
+    assert last == settings(**RATES).stages[0]
+    assert recipe.shipped(7, **RATES)[1] == dataclasses.replace(last, steps=7)
 
 
 def test_a_recipe_is_read_as_it_is_written(tmp_path):
@@ -79,8 +80,8 @@ def test_a_recipe_is_read_as_it_is_written(tmp_path):
         ("[[stages]]\nsteps = 3\nrate = nan", "rate in stage 1"),
         ("[[stages]]\nsteps = 3\ndecay = 2", "decay in stage 1 of .* is 2; .* a share"),
         ("[[stages]]\nsteps = 3\npace = 2", "'pace'; accepted are decay, gate_rate, lessons"),
-        ("LESSON weight = 1", "lesson 1 of stage 1 of .* lacks objective; use recall, next"),
-        ("LESSON objective = 'sing'", "lesson 1 of stage 1 .*'sing' is not known; use recall"),
+        ("LESSON weight = 1", "lesson 1 of stage 1 of .* lacks objective; use lookup, recall"),
+        ("LESSON objective = 'sing'", "lesson 1 of stage 1 .*'sing' is not known; use lookup, recall"),
         ("LESSON objective = 'next'", "lesson 1 .* needs data"),
         ("LESSON objective = 'recall'\ndata = 'a.txt'", "recall takes no data"),
         ("LESSON objective = 'next'\ndata = 3", "data in lesson 1 .* is 3; it must be a text"),
