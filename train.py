@@ -43,7 +43,7 @@ def parser() -> console.Parser:
         "--objective",
         choices=list(OBJECTIVES),
         help="without --data: lookup (where facts stand) or recall (what they say), by default one "
-        "after the other; of --data: answer (default; replies, or what follows a text's history), "
+        "and then both; of --data: answer (default; replies, or what follows a text's history), "
         "next (every token), distill (as the same model answers that has it all in front of it) "
         "or reconstruct (say the history again)",
     )
@@ -51,7 +51,7 @@ def parser() -> console.Parser:
         "--recipe", type=Path, metavar="FILE", help="stages and mixtures, .toml or .json"
     )
     p.add_argument(
-        "--steps", type=whole, help="1000, by default after 300 of lookup; a recipe has its own"
+        "--steps", type=whole, help="1000; by default after 300 of lookup alone; a recipe has its own"
     )
     p.add_argument("--rows", type=whole, default=1, help="rows of questions, or packs, at once (1)")
     p.add_argument(

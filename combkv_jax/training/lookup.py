@@ -35,7 +35,7 @@ TOKENS = 40  # of a question, with text in front of it
 ANSWERS = 4  # tokens of an answer that are sought; behind them the rest follows by itself
 ASKED = 64  # questions that go through the decoder at once
 QUESTIONS = 96  # of a step
-GROUPS = 2  # of a step
+GROUPS = 3  # of a step
 DISGUISED = 0.5  # share of steps that give every word another's place
 OPEN = 4.0  # the summaries' gates at the beginning: at 0 neither side learns from the other
 
@@ -70,8 +70,8 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """-log of the share of attention that a sought token got: of the mean over heads, and of that
-    the mean over tokens and layers."""
+    """-log of the share of attention that a sought token got, the mean over heads, tokens and
+    layers: every head is to find it, because those that look elsewhere say something else."""
 
     config: CombConfig
 
@@ -107,8 +107,7 @@ class Lookup:
             logits = _logits(query, key.reshape(-1, *key.shape[2:]))  # [Q, A, H, S]
             chosen = jnp.take_along_axis(logits, micro.target[..., None, None], axis=-1)[..., 0]
             share = chosen - jax.nn.logsumexp(logits, axis=-1)
-            mean = jax.nn.logsumexp(share, axis=-1) - math.log(share.shape[-1])
-            nlls.append(-jnp.sum(mean * micro.weight) / totals)
+            nlls.append(-jnp.sum(share.mean(axis=-1) * micro.weight) / totals)
             hit = (chosen >= logits.max(axis=-1)) & (micro.weight > 0)[..., None]
             hits.append(jnp.sum(hit, axis=0).T)
         nll = jnp.stack(nlls)
