@@ -51,7 +51,7 @@ def parser() -> console.Parser:
         "--recipe", type=Path, metavar="FILE", help="stages and mixtures, .toml or .json"
     )
     p.add_argument(
-        "--steps", type=whole, help="1000; by default after 300 of lookup alone; a recipe has its own"
+        "--steps", type=whole, help="1000; by default behind 300 of lookup; a recipe has its own"
     )
     p.add_argument("--rows", type=whole, default=1, help="rows of questions, or packs, at once (1)")
     p.add_argument(

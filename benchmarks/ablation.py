@@ -229,7 +229,7 @@ def filling(lm: LanguageModel, variant: Variant, wanted: Settings) -> float:
     if "recall" in dict(variant.lessons):
         tokens += FIRST_GROUPS * group
     if variant.lookup:
-        tokens += wanted.pool * (group + lookup.ASKED * lookup.TOKENS)
+        tokens += FIRST_GROUPS * (group + lookup.ASKED * lookup.TOKENS)
     if not tokens:
         return 0.0
     made = pool.Pool(lm, 2, wanted.seed, lm.config.cross_layers)

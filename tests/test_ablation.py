@@ -170,7 +170,7 @@ def test_pools_are_charged_by_what_they_encode(monkeypatch):
     assert charged("copied") == 0
     assert charged("ours-without-summaries") == 6  # groups, a second each
     questions = 64 * 40 / (8 * 96)  # tokens of a group's questions and of its chunks
-    assert charged("ours") == pytest.approx(6 + 20 * (1 + questions))
+    assert charged("ours") == pytest.approx(6 + 6 * (1 + questions))
 
 
 def test_settings_are_those_of_the_command_with_what_the_variant_says(tmp_path):

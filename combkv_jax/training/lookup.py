@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ TOKENS = 40  # of a question, with text in front of it
 ANSWERS = 4  # tokens of an answer that are sought; behind them the rest follows by itself
 ASKED = 64  # questions that go through the decoder at once
 QUESTIONS = 96  # of a step
-GROUPS = 3  # of a step
+GROUPS = 3  # of a step, at most settings.FIRST_GROUPS
 DISGUISED = 0.5  # share of steps that give every word another's place
 OPEN = 4.0  # the summaries' gates at the beginning: at 0 neither side learns from the other
 
@@ -196,12 +197,11 @@ class LookupLessons:
         """As `Lessons.begin`: fills the pool, with questions about it."""
         settings = self.settings
         self.pool = Pool(self.lm, settings.pool, settings.seed, self.lm.config.summary_layers)
-        self.asked: dict[int, Asked] = {}
-        with console.progress(settings.pool, "Encoding chunks and questions", "groups") as advance:
-            for slot in range(settings.pool):
-                self.pool.grow_to(slot + 1)
-                self.asked[slot] = self._about(slot)
-                advance(1)
+        self.asked: dict[int, Asked] = {}  # of the group in each slot
+        made = settings.groups_at(number)
+        tokens = min(made, settings.pool) * GROUP * self.lm.config.chunk_size
+        with console.progress(tokens, "Encoding chunks to look up in") as advance:
+            self._grow_to(made, advance)
         self.held_out = self._check_batch()
         if not (self.held_out.weight.any() and any(a.row for a in self.asked.values())):
             raise RequestError(
@@ -209,9 +209,17 @@ class LookupLessons:
                 "the objective lookup needs; train on recall."
             )
 
-    def _about(self, slot: int) -> Asked:
-        """Questions about the facts of a group, with text of its pages in front."""
-        rng = np.random.default_rng([self.settings.seed, 5, slot])
+    def _grow_to(self, made: int, advance: Callable[[int], None] = lambda tokens: None) -> None:
+        """As `Pool.grow_to`, with questions about the new groups."""
+        first = max(self.pool.made, made - self.pool.capacity)
+        self.pool.grow_to(made, advance)
+        for number in range(first, made):
+            self.asked[number % self.pool.capacity] = self._about(number)
+
+    def _about(self, number: int) -> Asked:
+        """Questions about the facts of that group, with text of its pages in front."""
+        rng = np.random.default_rng([self.settings.seed, 5, number])
+        slot = number % self.pool.capacity
         found = [p for chunk in self.pool.groups[slot].facts for p in chunk]
         rng.shuffle(found)
         pieces = []
@@ -227,13 +235,14 @@ class LookupLessons:
         return Asked.of(self.lm, pieces, self.pool.ids[slot * GROUP, : self.lm.config.sink_tokens])
 
     def batch(self, number: int) -> tuple[Batch, None]:
-        """As `Lessons.batch`: groups next to each other, which often share names."""
+        """As `Lessons.batch`: groups made one after another, which often share names."""
+        made, capacity = self.settings.groups_at(number), self.settings.pool
+        self._grow_to(made)
         parts = []
         for part in range(self.settings.accumulate):
             rng = np.random.default_rng([self.settings.seed, 6, number, part])
-            first = int(rng.integers(self.settings.pool))
-            slots = [(first + i) % self.settings.pool for i in range(GROUPS)]
-            parts.append(self._draw(rng, slots))
+            first = int(rng.integers(max(0, made - capacity), made - GROUPS + 1))
+            parts.append(self._draw(rng, [(first + i) % capacity for i in range(GROUPS)]))
         return step.accumulated(parts), None
 
     def _draw(self, rng: np.random.Generator, slots: list[int]) -> Batch:

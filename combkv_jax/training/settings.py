@@ -23,11 +23,10 @@ class Settings:
     tokens. data, objective: what is trained on (`recipe.Lesson`). recipe: stages that say all that
     themselves.
 
-    Of lookup and recall: pool: groups of chunks held at once. Lookup keeps the first ones, and has
-    of the other settings only the rates, accumulate and seed.
+    Of lookup and recall: pool: groups of chunks that each holds at once. fresh: its steps for each
+    new group, once the pool is full (while it fills, every step makes one).
 
-    Of recall: fresh: steps for each new group, once the pool is full (while it fills, every step
-    makes one). text_weight: what next-token loss on text counts beside answers. attention_weight:
+    Of recall: text_weight: what next-token loss on text counts beside answers. attention_weight:
     what attention away from an answer's place counts (`step.missed`). remat: whether activations
     are made again, as they always are in packs.
 
@@ -94,7 +93,7 @@ class Settings:
         return stage.lessons[rng.choice(len(shares), p=shares / shares.sum())]
 
     def groups_at(self, done: int) -> int:
-        """Groups made before recall step number `done` (from 0) is taken."""
+        """Groups made before a lesson's own step number `done` (from 0) is taken."""
         filling = min(done, self.pool - FIRST_GROUPS)
         return FIRST_GROUPS + filling + (done - filling) // self.fresh
 

@@ -82,7 +82,7 @@ def test_a_recipe_is_read_as_it_is_written(tmp_path):
         ("[[stages]]\nsteps = 3\ndecay = 2", "decay in stage 1 of .* is 2; .* a share"),
         ("[[stages]]\nsteps = 3\npace = 2", "'pace'; accepted are decay, gate_rate, lessons"),
         ("LESSON weight = 1", "lesson 1 of stage 1 of .* lacks objective; use lookup, recall"),
-        ("LESSON objective = 'sing'", "lesson 1 of stage 1 .*'sing' is not known; use lookup, recall"),
+        ("LESSON objective = 'sing'", "lesson 1 of stage 1 .*'sing' is not known; use lookup"),
         ("LESSON objective = 'next'", "lesson 1 .* needs data"),
         ("LESSON objective = 'recall'\ndata = 'a.txt'", "recall takes no data"),
         ("LESSON objective = 'next'\ndata = 3", "data in lesson 1 .* is 3; it must be a text"),
