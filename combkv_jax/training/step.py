@@ -20,6 +20,7 @@ from combkv_jax.training.recipe import Rates
 from combkv_jax.training.rows import Row
 from combkv_jax.training.taps import Taps
 
+LEAST = -14.0  # log of a share of attention; below it a head is not called back
 BLOCK = 4  # chunks whose K/V are made at once
 
 Arrays = Mapping[str, jax.Array]
@@ -181,17 +182,23 @@ def predict(config: CombConfig, trained: Arrays, frozen: Arrays, batch: Batch, r
 
 
 def missed(config: CombConfig, batch: Batch, found: list[jax.Array]) -> jax.Array:
-    """-log of the share of attention that at least one head gave to what was sought, if heads
-    looked independently; the sum over answer tokens, and the mean over the kept layers of the
-    upper half, where a question's tokens know what they ask for."""
+    """-log of the share of attention that was given to what was sought; the sum over answer tokens,
+    and the mean over the kept layers of the upper half, where a question's tokens know what they
+    ask for. With summaries every head is to find it, as in `lookup.Lookup`; without them it is
+    enough that one does."""
     seeking = is_seeking(batch)
-    upper = [x for i, x in zip(config.cross_layers, found, strict=True) if i in config.upper_layers]
     total = jnp.float32(0)
-    for x in upper:
-        share = jnp.exp(jnp.where(seeking[..., None], x, 0.0))
-        nobody = jnp.exp(jnp.sum(jnp.log1p(-jnp.minimum(share, 1 - 1e-6)), axis=-1))
-        total -= jnp.sum(jnp.where(seeking, jnp.log(1 - nobody + 1e-6), 0.0))
-    return total / max(len(upper), 1)
+    for layer, x in zip(config.cross_layers, found, strict=True):
+        if layer not in config.upper_layers:
+            continue
+        x = jnp.where(seeking[..., None], x, 0.0)
+        if layer in config.summary_layers:
+            share = jnp.mean(jnp.maximum(x, LEAST), axis=-1)
+        else:  # of at least one head, if they look independently
+            nobody = jnp.sum(jnp.log1p(-jnp.minimum(jnp.exp(x), 1 - 1e-6)), axis=-1)
+            share = jnp.log(1 - jnp.exp(nobody) + 1e-6)
+        total -= jnp.sum(jnp.where(seeking, share, 0.0))
+    return total / max(len(config.upper_layers), 1)
 
 
 def is_seeking(batch: Batch) -> jax.Array:

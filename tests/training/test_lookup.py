@@ -13,8 +13,8 @@ import pytest
 from combkv_jax.errors import RequestError
 from combkv_jax.model import parameters
 from combkv_jax.training import lookup, step
+from combkv_jax.training.settings import FIRST_GROUPS, Settings
 from combkv_jax.training.taps import encode_questions, encode_taps
-from combkv_jax.training.trainer import Settings
 from tests import oracle, text, tiny
 from tests.training import small
 
@@ -150,6 +150,10 @@ def test_a_batch_asks_what_no_two_facts_answer(lm, monkeypatch):
     batch, _ = lessons.batch(3)
     again, _ = lessons.batch(3)
     jax.tree.map(np.testing.assert_array_equal, batch, again)
+    resumed = lookup.LookupLessons(lm, wanted())
+    resumed.begin(3)
+    assert resumed.pool.made > FIRST_GROUPS  # a group is replaced by then
+    jax.tree.map(np.testing.assert_array_equal, batch, resumed.batch(3)[0])
     pool, seen = lessons.pool, 0
     for number in range(4):
         batch = jax.tree.map(lambda x: x[0], lessons.batch(number)[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +174,26 @@ def test_rates_warm_up_stay_and_fall():
     np.testing.assert_allclose(moves[0], [2e-3, 2e-2], rtol=1e-3)
     assert np.all(np.diff(moves[18:], axis=0) < 0)
     assert moves[-1, 0] < 1e-4
+
+
+def test_what_attention_missed_is_every_heads_matter_with_summaries():
+    """Of three kept layers the first is in the lower half, the last has a summary."""
+    rng = np.random.default_rng(23)
+    config = tiny.comb_config("lse", (0, 2, 3), summary_layers=(3,), summary_tokens=5)
+    rows, tokens, answers, heads = 2, 9, 5, config.text.num_attention_heads
+    batch = types.SimpleNamespace(
+        sought_last=rng.integers(0, 2, (rows, tokens)),
+        column=rng.integers(0, tokens, (rows, answers)),
+        question=rng.integers(-1, 2, (rows, answers)),
+    )
+    log_share = [-rng.exponential(2, (rows, answers, heads)) for _ in range(3)]
+    log_share[2][0, 0, 0] = -np.inf
+    wanted = 0.0
+    for b, a in np.ndindex(rows, answers):
+        if batch.question[b, a] >= 0 and batch.sought_last[b, batch.column[b, a]] > 0:
+            share = np.exp(log_share[1][b, a])
+            wanted -= np.log(1 - np.prod(1 - share)) / 2
+            wanted -= np.mean(np.maximum(log_share[2][b, a], step.LEAST)) / 2
+    found = [jnp.asarray(x, jnp.float32) for x in log_share]
+    assert wanted > 0
+    np.testing.assert_allclose(step.missed(config, batch, found), wanted, rtol=1e-4)
