@@ -26,7 +26,7 @@ def parser() -> console.Parser:
     p.add_argument("--raw", action="store_true", help="continue --prompt, without chat template")
     p.add_argument("--batch", metavar="FILE", help="many prompts: one a line, or .jsonl")
     p.add_argument("--chat", action="store_true", help="a conversation about the context")
-    p.add_argument("--cache", default="comb", help="comb (default), full or window")
+    p.add_argument("--cache", default="comb", help="comb (default), full, window, quest, ...")
     p.add_argument("--window", type=console.positive_int, default=1024, help="tokens kept whole")
     p.add_argument("--depth", type=float, default=0.5, help="place of the code, 0 to 1")
     p.add_argument("--mesh", help="data x tensor devices, such as 1x2")

@@ -129,8 +129,9 @@ def answer(
     """Reads the context, answers the question and measures both.
 
     context: int32 [n], may be empty. cache: one of CACHES. window: newest context tokens kept
-    whole (`comb`), or all that is kept but the first ones (`window`). show: given the first
-    row's text as it comes. Raises RequestError for what the model or cache cannot hold.
+    whole (`comb`), or all that is kept but the first ones (`window`); the other policies keep
+    what they do by default. show: given the first row's text as it comes. Raises RequestError for
+    what the model or cache cannot hold.
     """
     begin = time.perf_counter()
     recent, history, compress_seconds = context, None, 0.0
@@ -150,7 +151,7 @@ def answer(
         history,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        cache="window" if cache == "window" else "full",
+        cache="full" if cache == "comb" else cache,
         cache_options={"first": FIRST_TOKENS, "window": window} if cache == "window" else None,
     )
     jax.block_until_ready(run.state)
@@ -213,9 +214,9 @@ def _check_positions(lm: LanguageModel, cache: str, tokens: int, history: Histor
     limit = lm.config.text.max_position_embeddings
     if offset + tokens <= limit:
         return
-    if cache == "full":
+    if cache != "comb":
         raise RequestError(
-            f"the full cache of this model ends at {limit} tokens and {tokens} are needed; use "
+            f"the {cache} cache of this model ends at {limit} tokens and {tokens} are needed; use "
             "--cache comb, or a shorter --ctx or --context."
         )
     raise RequestError(

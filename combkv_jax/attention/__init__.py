@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from combkv_jax.attention import reference, xla
+from combkv_jax.attention.source import Source
+from combkv_jax.attention.xla import fold, unfold
 from combkv_jax.errors import RequestError
+
+__all__ = ["IMPLEMENTATIONS", "Attended", "attention", "fold", "mass", "merge", "unfold"]
 
 IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
 
@@ -28,8 +32,8 @@ class Attended(NamedTuple):
 
 def attention(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    key: Source,
+    value: Source,
     start: jax.Array,
     end: jax.Array,
     *,
@@ -39,6 +43,7 @@ def attention(
 
     query: [B, T, H, D]. key, value: [B, K, S, D] with H a multiple of K (query head h reads KV
         head h // (H / K)), or [1, K, S, D]: one source shared by all rows, read once.
+        Both arrays, or both coded in fewer bits (`source.Coded`, as cache/quantize.py does).
     start, end: int32, broadcastable to [B, T].
     The scale is D ** -0.5. Raises RequestError for an unknown implementation.
     """
@@ -55,6 +60,20 @@ def attention(
     with jax.named_scope("attention"):
         out, lse = IMPLEMENTATIONS[implementation](query, key, value, *bounds)
     return Attended(out.reshape(batch, length, heads, dim), lse.reshape(batch, length, heads))
+
+
+def mass(
+    query: jax.Array, key: jax.Array, lse: jax.Array, start: jax.Array, end: jax.Array
+) -> jax.Array:
+    """How much attention each key gets: its softmax weights summed over the queries that see it and
+    the query heads that read it, float32 [B, K, S].
+
+    query [B, T, H, D], key [B, K, S, D], start and end as in `attention`; lse [B, T, H], what
+    `attention` gave over all that a query sees, of which these keys may be a part.
+    """
+    bounds = [jnp.broadcast_to(b, query.shape[:2]) for b in (start, end)]
+    with jax.named_scope("attention_mass"):
+        return xla.mass(query, key, lse, *bounds)
 
 
 def merge(a: Attended, b: Attended) -> Attended:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from combkv_jax.attention import source
+from combkv_jax.attention.source import Source
+
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, end: jax.Array
+    query: jax.Array, key: Source, value: Source, start: jax.Array, end: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See `attention.attention`; start and end are [B, T]."""
     heads, kv_heads = query.shape[2], key.shape[1]
+    key, value = (source.read(x, 0, x.shape[2]) for x in (key, value))
     key, value = (jnp.repeat(x, heads // kv_heads, axis=1) for x in (key, value))  # [B, H, S, D]
     logits = jnp.einsum("bthd,bhsd->bhts", query, key, preferred_element_type=jnp.float32)
     index = jnp.arange(key.shape[2])

@@ -9,6 +9,10 @@ import jax
 from combkv_jax.cache.base import CacheShape, LayerCache, full_cache_bytes, nbytes, write
 from combkv_jax.cache.comb import Banded, Cache, Chunks, Comb, History, Packed
 from combkv_jax.cache.full import Full
+from combkv_jax.cache.h2o import H2O
+from combkv_jax.cache.quantized import QuantizedTokens
+from combkv_jax.cache.quest import Quest
+from combkv_jax.cache.snapkv import SnapKV
 from combkv_jax.cache.window import Window
 from combkv_jax.config import LlamaConfig
 from combkv_jax.errors import RequestError
@@ -22,9 +26,13 @@ __all__ = [
     "Chunks",
     "Comb",
     "Full",
+    "H2O",
     "History",
     "LayerCache",
     "Packed",
+    "QuantizedTokens",
+    "Quest",
+    "SnapKV",
     "Window",
     "create_cache",
     "full_cache_bytes",
@@ -33,7 +41,14 @@ __all__ = [
 ]
 
 # Policies for recent tokens; with a History in front any of them becomes `comb`.
-POLICIES: dict[str, type[LayerCache]] = {"full": Full, "window": Window}
+POLICIES: dict[str, type[LayerCache]] = {
+    "full": Full,
+    "window": Window,
+    "quantized": QuantizedTokens,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "quest": Quest,
+}
 
 
 def create_cache(
@@ -48,9 +63,9 @@ def create_cache(
 ) -> Cache:
     """An empty cache for `batch` rows of at most `capacity` recent tokens.
 
-    options: the policy's settings (`window`: {"first": S, "window": W}). keys, small: see
-    CacheShape.
-    Raises RequestError for an unknown policy.
+    options: the policy's settings (`window`: {"first": S, "window": W}; of the others their
+    `create` says which). keys, small: see CacheShape.
+    Raises RequestError for an unknown policy, and for options it cannot take.
     """
     if policy not in POLICIES:
         raise RequestError(f"cache policy {policy!r} is not one of {', '.join(POLICIES)}.")
@@ -64,6 +79,7 @@ def create_cache(
         dict(options or {}),
         keys,
         small,
+        config.num_attention_heads // config.num_key_value_heads,
     )
     layers = tuple(POLICIES[policy].create(shape) for _ in range(config.num_hidden_layers))
     return Cache(layers, shape.counter())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any, Self
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from combkv_jax.attention import Attended
 from combkv_jax.config import LlamaConfig
+from combkv_jax.errors import RequestError
 
 
 class LayerCache:
@@ -42,7 +44,8 @@ class LayerCache:
     def extend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
     ) -> tuple[Attended, Self]:
-        """`prefill`, or, where lengths is None, one decoded token a row."""
+        """`prefill`, or, where lengths is None, one decoded token a row: `append` and `attend`.
+        What a policy learns from queries it learns here, not in `append` or `attend` alone."""
         if lengths is not None:
             return self.prefill(query, key, value, lengths)
         entry = self.append(key, value)
@@ -62,6 +65,7 @@ class CacheShape:
     options: the policy's own settings.
     keys, small: where K/V and the counters live (None: the default device). A cache must begin
         where a step leaves it, or the second step compiles anew.
+    group: query heads that share a KV head, for policies that keep queries.
     """
 
     batch: int
@@ -73,26 +77,74 @@ class CacheShape:
     options: dict[str, int] = dataclasses.field(default_factory=dict)
     keys: jax.sharding.Sharding | None = None
     small: jax.sharding.Sharding | None = None
+    group: int = 1
 
-    def empty(self, tokens: int) -> jax.Array:
-        """Zeros for `tokens` keys or values, [B, K, tokens, D]: heads outside tokens, so that a
-        head's keys are one matrix and no product needs a transposed copy."""
-        shape = (self.batch, self.kv_heads, tokens, self.head_dim)
-        return jnp.zeros(shape, self.dtype, device=self.keys)
+    def empty(
+        self, tokens: int, dim: int | None = None, dtype: Any = None, fill: float = 0
+    ) -> jax.Array:
+        """Zeros (or `fill`) for `tokens` keys or values, [B, K, tokens, dim]: heads outside tokens,
+        so that a head's keys are one matrix and no product needs a transposed copy. What else is
+        kept for each token or group of them has the same four dimensions, and lives beside it."""
+        dim = self.head_dim if dim is None else dim
+        shape = (self.batch, self.kv_heads, tokens, dim)
+        return jnp.full(shape, fill, dtype or self.dtype, device=self.keys)
 
     def counter(self) -> jax.Array:
         """A count for each row, int32 [B], at zero."""
         return jnp.zeros(self.batch, jnp.int32, device=self.small)
 
+    def settings(self, policy: str, **defaults: int) -> tuple[int, ...]:
+        """The policy's options in the order of `defaults`, which stand for those not given.
+
+        Raises RequestError for an option the policy has not, and for one that is no whole number
+        of at least 1.
+        """
+        for name, value in self.options.items():
+            if name not in defaults:
+                known = ", ".join(defaults)
+                raise RequestError(f"the {policy} cache has no option {name!r}; it takes {known}.")
+            if not isinstance(value, numbers.Integral) or value < 1:
+                raise RequestError(
+                    f"{name} of the {policy} cache is {value!r}; it must be a whole number of at "
+                    "least 1."
+                )
+        return tuple(int(self.options.get(name, value)) for name, value in defaults.items())
+
+
+def newest(count: jax.Array, slots: int) -> jax.Array:
+    """The token that each slot of a ring holds after `count` [B] tokens, where token i lies in slot
+    i mod `slots`: int32 [B, slots], negative where there is none yet."""
+    last = count[:, None] - 1
+    return last - (last - jnp.arange(slots)) % slots
+
+
+def line_up(kept: jax.Array, new: jax.Array, slot: jax.Array, filled: jax.Array) -> jax.Array:
+    """One line of tokens without a gap: kept [B, K, S, D] at slots `slot` [B or 1, S + T], of which
+    the first `filled` [B] count, and right behind them new [B, T, K, D]. [B, K, S + T, D]"""
+    both = jnp.concatenate([kept, new.swapaxes(1, 2).astype(kept.dtype)], axis=2)
+    place = jnp.arange(both.shape[2])
+    behind = kept.shape[2] + place - filled[:, None]
+    return take(both, jnp.where(place < filled[:, None], slot, behind))
+
+
+def take(tokens: jax.Array, index: jax.Array) -> jax.Array:
+    """tokens [B, K, S, D] at index [B, N] (for all heads) or [B, K, N]: [B, K, N, D]. An index
+    past an end takes what lies there."""
+    index = index[:, None] if index.ndim == 2 else index
+    index = jnp.clip(index, 0, tokens.shape[2] - 1)
+    return jnp.take_along_axis(tokens, index[..., None], axis=2)
+
 
 def write(buffer: jax.Array, new: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Puts new [b, T, K, D] into buffer [B, K, S, D] in place (when donated).
 
-    index: [b, T], where each token goes; S or more drops it. rows: [b], the row of each.
+    index: [b, T], or [b, K, T] for each head its own: where each token goes; S or more drops it.
+    rows: [b], the row of each.
     """
     heads = jnp.arange(buffer.shape[1])
+    index = index[:, None, :] if index.ndim == 2 else index
     # Scatter over the leading dimensions in order, so that nothing transposes the buffer.
-    place = (rows[:, None, None], heads[None, :, None], index[:, None, :])
+    place = (rows[:, None, None], heads[None, :, None], index)
     return buffer.at[place].set(
         new.swapaxes(1, 2).astype(buffer.dtype), mode="drop", unique_indices=True
     )

@@ -45,7 +45,10 @@ class Comb(LayerCache):
     nearby: LayerCache | None = None
 
     def prefill(self, query, key, value, lengths):
-        attended, recent = self.recent.prefill(query, key, value, lengths)
+        return self.extend(query, key, value, lengths)
+
+    def extend(self, query, key, value, lengths):
+        attended, recent = self.recent.extend(query, key, value, lengths)
         return self._with_sinks(query, attended), dataclasses.replace(self, recent=recent)
 
     def append(self, key, value):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from combkv_jax.attention import Attended, attention, merge
-from combkv_jax.cache.base import CacheShape, LayerCache, write
+from combkv_jax.cache.base import CacheShape, LayerCache, newest, take, write
 from combkv_jax.errors import RequestError
 from combkv_jax.layers import rotate
 
@@ -56,7 +56,7 @@ class Window(LayerCache):
         kept = self._write_first(key, value, place)
         # The ring put in order (slot i of W holds token count - W + i), then the new tokens.
         order = (self.count[:, None] + jnp.arange(window)) % window
-        older = [jnp.take_along_axis(x, order[:, None, :, None], 2) for x in (self.key, self.value)]
+        older = [take(x, order) for x in (self.key, self.value)]
         line_key, line_value = (
             jnp.concatenate([a, b.swapaxes(1, 2).astype(a.dtype)], axis=2)
             for a, b in zip(older, (key, value), strict=True)
@@ -64,16 +64,11 @@ class Window(LayerCache):
         oldest = jnp.maximum(step + 1, window - self.count[:, None])
         recent = attention(query, line_key, line_value, oldest, (window + step + 1)[None])
         attended = merge(recent, kept._attend_first(query, index))
-        # Slot r now holds the newest token with index = r (mod W).
         count = self.count + lengths
-        newest = count[:, None] - 1
-        token = newest - (newest - jnp.arange(window)) % window
-        source = jnp.maximum(token - self.count[:, None] + window, 0)[:, None, :, None]
+        # Where in the line each slot's newest token stands.
+        source = newest(count, window) - self.count[:, None] + window
         kept = dataclasses.replace(
-            kept,
-            key=jnp.take_along_axis(line_key, source, 2),
-            value=jnp.take_along_axis(line_value, source, 2),
-            count=count,
+            kept, key=take(line_key, source), value=take(line_value, source), count=count
         )
         return attended, kept
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from combkv_jax.attention import IMPLEMENTATIONS, Attended, attention, merge, xla
+from combkv_jax.attention import IMPLEMENTATIONS, Attended, attention, mass, merge, xla
 from combkv_jax.errors import RequestError
 
 # batch, queries, query heads, KV heads, keys, head_dim
@@ -54,6 +54,26 @@ def test_against_a_plain_softmax(implementation, blocks, shape, monkeypatch):
     out, lse = expected(*arrays)
     np.testing.assert_allclose(got.out, out, atol=2e-5)
     np.testing.assert_allclose(got.lse, lse, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_mass_of_a_key_is_the_sum_of_its_weights(blocks, shape, monkeypatch):
+    if blocks:
+        monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
+        monkeypatch.setattr(xla, "SMALLEST_BLOCK", 11)
+    query, key, value, start, end = drawn(np.random.default_rng(sum(shape)), shape)
+    lse = attention(query, key, value, start, end).lse
+    got = np.asarray(jax.jit(lambda *a: mass(*a))(query, key, lse, start, end))
+    want = np.zeros(key.shape[:3])
+    group = query.shape[2] // key.shape[1]
+    for b, t, h in np.ndindex(query.shape[:3]):
+        seen = slice(int(start[b, t]), int(end[b, t]))
+        logits = np.asarray(key, np.float64)[b, h // group, seen] @ np.asarray(query)[b, t, h]
+        if logits.size:
+            share = np.exp((logits - logits.max()) * query.shape[-1] ** -0.5)
+            want[b, h // group, seen] += share / share.sum()
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_bfloat16_stays_within_its_rounding():

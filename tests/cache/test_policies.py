@@ -7,13 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from combkv_jax.cache import POLICIES, CacheShape, Chunks, Comb, create_cache, nbytes, write
+from combkv_jax.attention import xla
+from combkv_jax.cache import POLICIES, Chunks, Comb, create_cache, full_cache_bytes, nbytes, write
 from combkv_jax.errors import RequestError
 from tests import tiny
+from tests.cache.plain import DIM, FREQUENCIES, HEADS, KV_HEADS, draw, drive, shape, traced
 
-ROWS, HEADS, KV_HEADS, DIM = 3, 4, 2, 6
-FREQUENCIES = np.array([1.0, 0.31, 0.07])
-OPTIONS = {"full": {}, "window": {"first": 3, "window": 7}}
+# Of every policy but `window` enough for all tokens of the first test, and no more.
+OPTIONS = {
+    "full": {},
+    "window": {"first": 3, "window": 7},
+    "quantized": {"bits": 1},
+    "h2o": {"heavy": 25, "recent": 4},
+    "snapkv": {"budget": 20, "window": 3, "kernel": 3, "generated": 9},
+    "quest": {"budget": 30, "page": 5},
+}
 
 
 def turned(x, angle):
@@ -25,7 +33,7 @@ def turned(x, angle):
 
 def seen(policy, index):
     """(token, how far the query is turned towards it) for each token that `index` sees."""
-    if policy == "full":
+    if policy != "window":
         return [(j, 0) for j in range(index + 1)]
     first, window = OPTIONS["window"]["first"], OPTIONS["window"]["window"]
     recent = [(j, 0) for j in range(max(0, index - window + 1), index + 1)]
@@ -49,44 +57,72 @@ def expected(policy, query, key, value, index):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefills_and_decoded_tokens_of_ragged_rows(policy):
     rng = np.random.default_rng(7)
-    lengths = [(5, 1, 4), (6, 17, 0), (1, 2, 13)]  # real tokens of each row in each prefill
-    total = [sum(part) + 9 for part in zip(*lengths, strict=True)]
-    tokens = [rng.normal(size=(3, n, HEADS, DIM)) for n in total]  # query, key, value
-    shape = CacheShape(
-        ROWS, KV_HEADS, DIM, 64, jnp.float32, jnp.asarray(FREQUENCIES), OPTIONS[policy]
-    )
-    entry = POLICIES[policy].create(shape)
-    count = [0, 0, 0]
+    prefills = [(5, 1, 4), (6, 17, 0), (1, 2, 13)]  # real tokens of each row in each prefill
+    tokens = draw(rng, [sum(part) + 9 for part in zip(*prefills, strict=True)])
+    entry = POLICIES[policy].create(shape(options=OPTIONS[policy]))
+    out, _ = drive(rng, entry, tokens, prefills, 9)
+    for row, (query, key, value) in enumerate(tokens):
+        for t in range(len(query)):
+            want = expected(policy, query[t], key, value, t)
+            np.testing.assert_allclose(out[row][t], want, atol=2e-5)
 
-    def batch(widths, room):
-        out = rng.normal(size=(3, ROWS, room, HEADS, DIM))  # padding is noise
-        for row, n in enumerate(widths):
-            out[:, row, :n] = tokens[row][:, count[row] : count[row] + n]
-        query, key, value = (jnp.asarray(x, jnp.float32) for x in out)
-        return query, key[:, :, :KV_HEADS], value[:, :, :KV_HEADS]
 
-    def check(out, widths):
-        for row, n in enumerate(widths):
-            query, key, value = tokens[row]
-            for t in range(n):
-                want = expected(
-                    policy,
-                    query[count[row] + t],
-                    key[:, :KV_HEADS],
-                    value[:, :KV_HEADS],
-                    count[row] + t,
-                )
-                np.testing.assert_allclose(out[row, t], want, atol=2e-5)
-            count[row] += n
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decoding_never_compiles_anew_and_keeps_every_dtype(policy):
+    rng = np.random.default_rng(10)
+    small = {"h2o": {"heavy": 3, "recent": 2}, "snapkv": {"budget": 4, "window": 2, "generated": 2}}
+    options = {**OPTIONS, **small, "quest": {"budget": 4, "page": 2}}[policy]
+    entry = POLICIES[policy].create(shape(options=options, dtype=jnp.bfloat16))
+    tokens = draw(rng, [16, 18, 17])
+    begin = jax.tree.map(lambda x: (x.shape, x.dtype), entry)
+    _, entry = drive(rng, entry, tokens, [(7, 9, 8)], 1, jnp.bfloat16)
+    before = len(traced)
+    out, entry = drive(rng, entry, tokens, [], 8, jnp.bfloat16)
+    assert len(traced) == before
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), entry) == begin
+    assert all(np.isfinite(row).all() for row in out)
 
-    for widths in lengths:
-        query, key, value = batch(widths, 19)
-        attended, entry = entry.prefill(query, key, value, jnp.asarray(widths))
-        check(np.asarray(attended.out), widths)
-    for _ in range(9):
-        query, key, value = batch((1, 1, 1), 1)
-        entry = entry.append(key, value)
-        check(np.asarray(entry.attend(query).out), (1, 1, 1))
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decode_step_writes_into_the_donated_entry(policy, monkeypatch):
+    monkeypatch.setattr(xla, "DECODED_BYTES", 2**16)
+    settings = shape(2, 2**15, {"first": 4, "window": 2**14} if policy == "window" else {})
+    entry = jax.eval_shape(lambda: POLICIES[policy].create(settings))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry))
+    query, key = (jax.ShapeDtypeStruct((2, 1, h, DIM), jnp.float32) for h in (HEADS, KV_HEADS))
+    step = jax.jit(lambda entry, *arrays: entry.extend(*arrays, None), donate_argnums=0)
+    used = step.lower(entry, query, key, key).compile().memory_analysis()
+    assert used.alias_size_in_bytes == held
+    # Quest reads 1024 of 32768 tokens; the logits of all are larger in proportion at this size.
+    assert used.temp_size_in_bytes < held / 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "tokens"),
+    [("h2o", {"heavy": 50, "recent": 14}, 64), ("snapkv", {"budget": 64, "generated": 32}, 96)],
+)
+def test_a_policy_that_evicts_holds_its_budget_and_no_more(policy, options, tokens):
+    text = tiny.llama_config()
+    held = nbytes(create_cache(text, policy, 2, 10_000, jnp.bfloat16, options))["device"]
+    keys_values = 2 * full_cache_bytes(text, tokens, jnp.bfloat16)
+    beside = 3 * 2 * 4 * 32 * 12 * 2 + 3 * 2 * 2 * 64 * 4 + 4096  # queries, masses, counters
+    assert keys_values <= held <= keys_values + beside
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("quantized", {"bits": 3}, "bits is 3; keys and values are kept in 1, 2, 4, 8 or 16 bits"),
+        ("h2o", {"heavy": 0}, "heavy of the h2o cache is 0; it must be a whole number of at least"),
+        ("h2o", {"window": 5}, "the h2o cache has no option 'window'; it takes heavy, recent"),
+        ("snapkv", {"budget": 32}, "budget of the snapkv cache is 32; it must be larger than its"),
+        ("snapkv", {"kernel": 4}, "kernel of the snapkv cache is 4; it must be an odd number"),
+        ("quest", {"page": 2.5}, "page of the quest cache is 2.5; it must be a whole number"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(policy, options, message):
+    with pytest.raises(RequestError, match=message):
+        create_cache(tiny.llama_config(), policy, 1, 64, jnp.float32, options)
 
 
 def test_a_window_holds_no_more_than_it_shows():
@@ -99,12 +135,11 @@ def test_a_window_holds_no_more_than_it_shows():
 
 def test_sinks_are_ordinary_keys_in_front():
     rng = np.random.default_rng(8)
-    shape = CacheShape(1, KV_HEADS, DIM, 32, jnp.float32, jnp.asarray(FREQUENCIES))
     query, key, value = (
         jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 1, 9, HEADS, DIM))
     )
     key, value = key[:, :, :KV_HEADS], value[:, :, :KV_HEADS]
-    full = POLICIES["full"].create(shape)
+    full = POLICIES["full"].create(shape(1, 32))
     whole, _ = full.prefill(query, key, value, jnp.array([9]))
     sinks = Chunks(
         key[:, :4].swapaxes(1, 2),

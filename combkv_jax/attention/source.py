@@ -1,0 +1,40 @@
+"""Where attention reads keys and values from: an array, or something that decodes to one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+
+class Coded(Protocol):
+    """Keys or values [B, K, S, D] held in fewer bits, a pytree whose arrays begin with [B, K].
+
+    group: tokens coded together; what is decoded begins and ends with whole groups.
+    dtype: what they decode to.
+    """
+
+    group: int
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+    def dequantize(self, first: jax.Array | int, tokens: int) -> jax.Array:
+        """[B, K, tokens, D] from token `first`."""
+        ...
+
+
+Source = jax.Array | Coded
+
+
+def is_coded(source: Source) -> bool:
+    """Whether it must be decoded before it is read."""
+    return hasattr(source, "dequantize")
+
+
+def read(source: Source, first: jax.Array | int, tokens: int) -> jax.Array:
+    """[B, K, tokens, D] of [B, K, S, D] from token `first`."""
+    if is_coded(source):
+        return source.dequantize(first, tokens)
+    return jax.lax.dynamic_slice_in_dim(source, first, tokens, axis=2)
