@@ -21,24 +21,21 @@ def placed(model, text):
     return build(model.config, arrays)
 
 
-def answer(model, rows):
-    """Tokens drawn behind one shared history by `rows` prompts."""
+def answer(model, rows, policy="full", options=None):
+    """Tokens drawn behind one shared history, where the model keeps one, by `rows` prompts."""
     rng = np.random.default_rng(61)
     chunks = [rng.integers(0, 97, n) for n in (13, 13, 5)]
     prompts = [rng.integers(0, 97, 20 + n) for n in range(rows)]
-    history = compress(model, [chunks], chunk_batch=2)
-    logits, cache = prefill(model, new_cache(model, 60, history, batch=rows), prompts)
+    history = compress(model, [chunks], chunk_batch=2) if model.config.cross_layers else None
+    cache = new_cache(model, 60, history, batch=rows, policy=policy, options=options)
+    logits, cache = prefill(model, cache, prompts)
     run = Generation.start(model, cache, logits, Sampling(), [], 7)
     return np.stack(list(run), axis=1)
 
 
-@pytest.mark.parametrize("form", ["lse", "tanh"])
-@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
-def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch):
-    monkeypatch.setattr(generate, "SEGMENT", 16)  # prompts take two segments
-    config = tiny.comb_config(form)
-    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(62), config))
-    want = answer(model, 2)
+def check_on_mesh(model, mesh, **cache):
+    """A mesh gives the tokens of one device, and compiles nothing the second time."""
+    want = answer(model, 2, **cache)
     on_mesh = placed(model, mesh)
     compiled = []
     monitor = jax.monitoring
@@ -49,12 +46,37 @@ def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch)
 
     monitor.register_event_duration_secs_listener(listen)
     try:
-        got = answer(on_mesh, 2)
+        got = answer(on_mesh, 2, **cache)
         first = len(compiled)
-        again = answer(on_mesh, 2)
+        again = answer(on_mesh, 2, **cache)
     finally:
         monitor.clear_event_listeners()
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(again, want)
     assert first > 0
     assert len(compiled) == first  # nothing is compiled anew the second time
+
+
+@pytest.mark.parametrize("form", ["lse", "tanh"])
+@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
+def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch):
+    monkeypatch.setattr(generate, "SEGMENT", 16)  # prompts take two segments
+    config = tiny.comb_config(form)
+    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(62), config))
+    check_on_mesh(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("quantized", {"bits": 2}),
+        ("h2o", {"heavy": 6, "recent": 5}),
+        ("snapkv", {"budget": 11, "window": 5, "generated": 3}),
+        ("quest", {"budget": 12, "page": 4}),
+    ],
+)
+def test_every_policy_is_divided_by_rows_and_heads(policy, options, monkeypatch):
+    monkeypatch.setattr(generate, "SEGMENT", 16)
+    config = tiny.comb_config("lse", (), num_hidden_layers=1)
+    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(63), config))
+    check_on_mesh(model, "2x2", policy=policy, options=options)

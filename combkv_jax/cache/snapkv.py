@@ -31,7 +31,7 @@ class SnapKV(LayerCache):
     value: jax.Array
     query: jax.Array  # [B, K, window * G, D], the oldest first
     voted: jax.Array  # int32 [B], tokens the last prefill kept
-    generated: jax.Array  # int32 [B], tokens since
+    count: jax.Array  # int32 [B], those and the tokens since
     budget: int = dataclasses.field(metadata={"static": True})
     kernel: int = dataclasses.field(metadata={"static": True})
 
@@ -65,7 +65,7 @@ class SnapKV(LayerCache):
         slots, filled = self.key.shape[2], self._filled()
         step = jnp.arange(key.shape[1])
         place = jnp.arange(slots + key.shape[1])
-        order = self._slot(jnp.maximum(self.generated - self._room(), 0)[:, None], place)
+        order = self._slot(jnp.maximum(self.count - slots, 0)[:, None], place)
         line_key, line_value = (
             line_up(kept, new, order, filled)
             for kept, new in ((self.key, key), (self.value, value))
@@ -78,23 +78,16 @@ class SnapKV(LayerCache):
         chosen = self._chosen(queries, line_key, total, query.shape[2])
         fill = ((0, 0), (0, 0), (0, slots - self.budget), (0, 0))
         key, value = (jnp.pad(take(x, chosen), fill) for x in (line_key, line_value))
-        kept = dataclasses.replace(
-            self,
-            key=key,
-            value=value,
-            query=queries,
-            voted=jnp.minimum(total, self.budget),
-            generated=jnp.zeros_like(self.generated),
-        )
-        return attended, kept
+        count = jnp.minimum(total, self.budget)
+        return attended, SnapKV(key, value, queries, count, count, self.budget, self.kernel)
 
     def append(self, key, value):
-        place, rows = self._slot(self.generated[:, None], self.voted[:, None]), jnp.arange(len(key))
+        place, rows = self._slot(jnp.int32(0), self.count[:, None]), jnp.arange(key.shape[0])
         return dataclasses.replace(
             self,
             key=write(self.key, key, place, rows),
             value=write(self.value, value, place, rows),
-            generated=self.generated + 1,
+            count=self.count + 1,
         )
 
     def attend(self, query) -> Attended:
@@ -107,18 +100,16 @@ class SnapKV(LayerCache):
         queries = self._newest(query, jnp.ones_like(self.voted))
         return kept.attend(query), dataclasses.replace(kept, query=queries)
 
-    def _room(self) -> jax.Array:
-        """Slots for generated tokens, [B]."""
-        return self.key.shape[2] - self.voted
-
     def _filled(self) -> jax.Array:
-        return self.voted + jnp.minimum(self.generated, self._room())
+        return jnp.minimum(self.count, self.key.shape[2])
 
     def _slot(self, first: jax.Array, place: jax.Array) -> jax.Array:
         """The slot of the token at `place` in the order of time, where `first` generated tokens
         [B, 1] are gone: those are in a ring behind the voted ones."""
-        voted, room = self.voted[:, None], self._room()[:, None]
-        return jnp.where(place < voted, place, voted + (first + place - voted) % room)
+        voted = self.voted[:, None]
+        return jnp.where(
+            place < voted, place, voted + (first + place - voted) % (self.key.shape[2] - voted)
+        )
 
     def _newest(self, query, lengths) -> jax.Array:
         """`self.query` moved on by the first `lengths` [B] of query [B, T, H, D]."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from combkv_jax.training import step
+from combkv_jax.training import taps as taps_module
 from combkv_jax.training.rows import Bucket, Piece, RowBuilder
 from combkv_jax.training.taps import encode_taps
 from tests import tiny
@@ -27,7 +28,9 @@ def case():
     arrays = {name: jnp.asarray(x) for name, x in tiny.random_parameters(rng, config).items()}
     model = step.build(config, arrays)
     pool = rng.integers(0, config.text.vocab_size, (7, CHUNK)).astype(np.int32)
-    taps = jax.jit(encode_taps, static_argnums=1)(model.decoder, config.cross_layers, pool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(taps_module, "DTYPE", jnp.float32)  # nothing is rounded on the way
+        taps = jax.jit(encode_taps, static_argnums=1)(model.decoder, config.cross_layers, pool)
     taps = [np.asarray(x) for x in taps]
     rows, samples = [], []
     for lengths in ([1, 3], [5]):
@@ -85,8 +88,7 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
     for name, wanted in expected_gradient.items():
         scale = np.abs(wanted).max()
         assert scale > 0, name
-        # The taps are rounded to float16.
-        np.testing.assert_allclose(gradient[name], wanted, atol=3e-2 * scale, err_msg=name)
+        np.testing.assert_allclose(gradient[name], wanted, atol=1e-3 * scale, err_msg=name)
 
 
 def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
@@ -114,7 +116,7 @@ def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
         np.testing.assert_allclose(more.nll, nll, rtol=1e-4, atol=1e-5)
         for name, x in gradient.items():
             scale = np.abs(x).max()
-            np.testing.assert_allclose(wanted[name], x, atol=1e-5 * scale, err_msg=name)
+            np.testing.assert_allclose(wanted[name], x, atol=5e-5 * scale, err_msg=name)
 
 
 def test_weights_of_questions_and_text(case):
@@ -179,7 +181,7 @@ def test_rates_warm_up_stay_and_fall():
 def test_what_attention_missed_is_every_heads_matter_with_summaries():
     """Of three kept layers the first is in the lower half, the last has a summary."""
     rng = np.random.default_rng(23)
-    config = tiny.comb_config("lse", (0, 2, 3), summary_layers=(3,), summary_tokens=5)
+    config = tiny.comb_config("lse", (0, 2, 3), summary_layers=(3,), num_hidden_layers=4)
     rows, tokens, answers, heads = 2, 9, 5, config.text.num_attention_heads
     batch = types.SimpleNamespace(
         sought_last=rng.integers(0, 2, (rows, tokens)),

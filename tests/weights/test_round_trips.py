@@ -97,7 +97,12 @@ def test_a_plain_llama_s_new_history_starts_as_copies(tmp_path, encoder):
     assert sorted(arrays) == sorted(declarations(made))
     if encoder == "decoder":
         expected = tiny.untrained(made, parameters)
-        files.assert_equal(arrays, expected)
+        drawn = {n for n in expected if ".summary." in n and n.endswith(".weight")}
+        kept = {n: a for n, a in arrays.items() if n not in drawn}
+        files.assert_equal(kept, {n: a for n, a in expected.items() if n not in drawn})
+        for name in drawn:  # of their own numbers, as large as declared
+            spread = np.std(arrays[name]) * arrays[name].shape[-1] ** 0.5
+            assert spread == pytest.approx(1, abs=0.15), name
     else:
         for i, layer in enumerate((0, 2)):
             for tail in ("self_attn.q_proj", "mlp.down_proj", "input_layernorm"):
