@@ -13,10 +13,11 @@ import pytest
 from combkv_jax.errors import RequestError
 from combkv_jax.model import parameters
 from combkv_jax.training import lookup, step
-from combkv_jax.training.settings import FIRST_GROUPS, Settings
+from combkv_jax.training.settings import FIRST_GROUPS
 from combkv_jax.training.taps import encode_questions, encode_taps
 from tests import oracle, text, tiny
 from tests.training import small
+from tests.training.test_recipe import settings
 
 CHUNKS, SIZE, QUESTIONS, TOKENS = 3, 13, 4, 11
 
@@ -172,23 +173,7 @@ def test_a_batch_asks_what_no_two_facts_answer(lm, monkeypatch):
 
 
 def wanted():
-    return Settings(
-        model="tiny",
-        kept_layers=None,
-        steps=4,
-        rows=1,
-        pool=6,
-        fresh=2,
-        rate=1e-3,
-        gate_rate=1e-2,
-        warmup=1,
-        decay=0.4,
-        clip=1.0,
-        text_weight=0.3,
-        attention_weight=0.1,
-        seed=1,
-        objective="lookup",
-    )
+    return settings(model="tiny", pool=6, fresh=2, seed=1, objective="lookup")
 
 
 def test_a_model_without_summaries_is_refused(lm):
