@@ -218,6 +218,17 @@ def test_resume_needs_a_run_with_the_same_settings(lm, tmp_path):
         train(lm, tmp_path / "run", resume=True, rate=0.5)
 
 
+def test_of_a_recipe_only_the_end_may_move(lm, tmp_path):
+    (stage,) = SETTINGS.stages
+    first, last = (dataclasses.replace(stage, steps=steps) for steps in (1, 2))
+    train(lm, tmp_path, recipe=(first, last))
+    longer = dataclasses.replace(last, steps=3)
+    assert train(lm, tmp_path, resume=True, recipe=(first, longer)).done == 4
+    for changed in ((longer, last), (first, dataclasses.replace(last, decay=0.9))):
+        with pytest.raises(RequestError, match="was begun with recipe"):
+            prepare(lm, tmp_path, resume=True, recipe=changed)
+
+
 def test_rows_that_the_mesh_does_not_divide_are_refused(lm, tmp_path):
     with pytest.raises(RequestError, match=r"3 rows \(--rows\) .* data axis of 2; 1 or 3 would"):
         train(lm, tmp_path / "run", rows=3, mesh=sharding.parse_mesh("2x1"))
