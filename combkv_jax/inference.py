@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,15 +187,9 @@ def answer(
         peak_memory_device=peak["device"],
         answers=texts,
         expected=question.answer,
-        correct=None if question.answer is None else says(texts[0], question.answer),
+        correct=None if question.answer is None else tasks.says(texts[0], question.answer),
         untrained=is_untrained(lm.model) if history is not None else None,
     )
-
-
-def says(text: str, digits: str) -> bool:
-    """Whether a text begins with these digits, and no other digit behind them."""
-    number = re.match(r"\s*(\d+)", text)
-    return number is not None and number[1] == digits
 
 
 def _stream(lm: LanguageModel, run, show) -> tuple[list[str], int, float | None]:

@@ -132,7 +132,7 @@ def test_a_chat_goes_on_after_a_message_that_is_too_long(run, tmp_path, monkeypa
     [(" 63696.", True), ("63696", True), ("6369696.", False), ("6369", False), ("It is 6", False)],
 )
 def test_an_answer_is_right_when_it_is_the_code_and_ends(said, right):
-    assert inference.says(said, "63696") is right
+    assert tasks.says(said, "63696") is right
 
 
 @pytest.mark.once

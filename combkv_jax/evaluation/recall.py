@@ -44,7 +44,8 @@ class RecallCase:
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """Of one task at one length. exact: questions answered with all digits right. digits: digits
+    """Of one task at one length. exact: questions answered with all digits right, and no digit
+    behind them. digits: digits
     right at their places."""
 
     task: str
@@ -115,12 +116,12 @@ def ask_all(
     lm: LanguageModel, case: RecallCase, progress: Callable[[int], None] | None = None
 ) -> list[tuple[str, str]]:
     """(answer, digits wanted) of each question: the history is compressed once, and the questions
-    are answered greedily, a row each."""
+    are answered greedily, a row each, a token longer than what is asked for."""
     history = lm.compress(case.tokens, progress=progress)
     asked = [tasks.question(lm.tokens, fact) for fact in case.asked]
     longest = max(len(answer) for _, answer in asked)
     run = lm.start(
-        [prompt for prompt, _ in asked], history, max_new_tokens=longest, sampling=Sampling()
+        [prompt for prompt, _ in asked], history, max_new_tokens=longest + 1, sampling=Sampling()
     )
     answers = [lm.text(row).strip() for row in run.run()]
     return [(a, fact.digits) for a, fact in zip(answers, case.asked, strict=True)]
@@ -154,7 +155,7 @@ def measure(
         case = recall_case(lm.tokens, rng, task, num_tokens, lm.config.chunk_size, ask)
         made += 1
         for answer, wanted in ask_all(lm, case, progress):
-            right += answer.startswith(wanted)
+            right += tasks.says(answer, wanted)
             digits += sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
             total += 1
     facts = chunks * FACTS_PER_CHUNK if task == "similar" else each

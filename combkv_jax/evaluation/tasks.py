@@ -245,6 +245,12 @@ def with_insertions(
     return np.concatenate(taken)
 
 
+def says(text: str, digits: str) -> bool:
+    """Whether a text begins with these digits, and no other digit behind them."""
+    number = re.match(r"\s*(\d+)", text)
+    return number is not None and number[1] == digits
+
+
 def question(encode: Encode, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
     """(prompt, answer) tokens; the answer begins at the first token that the digits can change."""
     asked = f" {fact.question}"

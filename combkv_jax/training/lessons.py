@@ -102,14 +102,16 @@ class RecallLessons:
 
     def record(self, about: list[Row], aux: step.Rows) -> dict[str, Any]:
         """As `Lessons.record`."""
-        parts, text = [], []
+        parts, text, astray = [], [], []
         nlls, rights = (x.reshape(-1, x.shape[-1]) for x in (aux.nll, aux.right))
         for row, nll, right in zip(about, nlls, rights, strict=True):
             asked = row.question >= 0
             if asked.any():
                 parts.append(Predicted(nll[asked], right[asked], row.question[asked]))
-            text.append(nll[row.question == -1])
-        text = np.concatenate(text)
+            is_text, lost = row.question == -1, row.alone >= 0
+            text.append(nll[is_text & ~lost])
+            astray.append((nll - row.alone)[is_text & lost])
+        text, astray = np.concatenate(text), np.concatenate(astray)
         asked = Predicted.concatenate(parts) if parts else None
         return {
             "missed": float(np.sum(aux.missed)),
@@ -119,6 +121,7 @@ class RecallLessons:
             "tokens_right": asked.accuracy if asked else None,
             "exact": asked.exact if asked else None,
             "text_nll": float(text.mean()) if len(text) else None,
+            "astray_nll": float(astray.mean()) if len(astray) else None,
             "tokens": sum(map(self._tokens, about)),
         }
 

@@ -38,6 +38,8 @@ ASKED = 64  # questions that go through the decoder at once
 QUESTIONS = 96  # of a step
 GROUPS = 3  # of a step, at most settings.FIRST_GROUPS
 DISGUISED = 0.5  # share of steps that give every word another's place
+LONGEST = 4096  # chunks of a history that a step's few stand for
+CHECKED = 341  # and those of the check: 131072 tokens of 384 a chunk
 OPEN = 4.0  # the summaries' gates at the beginning: at 0 neither side learns from the other
 
 HELD_OUT, EACH = 40, 8  # chunks of the check, facts in each
@@ -48,7 +50,7 @@ class Batch(NamedTuple):
     [chunks, chunk_size]. asked: of each summary layer float16 [Q, T, D], of the tokens asked_ids
     [Q, T]. column, target: int32 [Q, A], tokens of a question and which of the chunks' tokens each
     is to find; weight: float32, 0 where there is none. disguise: int32 [V], the word that each
-    token is taken for."""
+    token is taken for. size: float32, log of the chunks of a history that these stand for."""
 
     taps: tuple[Any, ...]
     ids: Any
@@ -58,6 +60,7 @@ class Batch(NamedTuple):
     target: Any
     weight: Any
     disguise: Any
+    size: Any
 
 
 class Found(NamedTuple):
@@ -72,7 +75,11 @@ class Found(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Lookup:
     """-log of the share of attention that a sought token got, the mean over heads, tokens and
-    layers: every head is to find it, because those that look elsewhere say something else."""
+    layers: every head is to find it, because those that look elsewhere say something else.
+
+    The chunks are a sample of a longer history: every other token counts as often as it has tokens
+    to a chunk's one, so that a head learns how sharp it must be there (`HistoryAttention.scale`)
+    at the price of a few chunks."""
 
     config: CombConfig
 
@@ -98,7 +105,8 @@ class Lookup:
         positions = [x.end - 1 for x in (chunk, asked)]
         at_chunk = rotary_angles(config.text, positions[0])
         at_recent = rotary_angles(config.text, config.chunk_size + positions[1])
-        size = jnp.full((*micro.asked_ids.shape, 1), math.log(len(micro.ids)), jnp.float32)
+        size = jnp.full((*micro.asked_ids.shape, 1), micro.size, jnp.float32)
+        for_each = micro.size - math.log(len(micro.ids))  # of the history's tokens, log
         nlls, hits = [], []
         for layer, h, q in zip(config.summary_layers, micro.taps, micro.asked, strict=True):
             block = model.blocks[layer]
@@ -106,8 +114,11 @@ class Lookup:
             query, _ = block.queries(q.astype(dtype), of_questions, at_recent, size, nearby, whole)
             query = jnp.take_along_axis(query, micro.column[..., None, None], axis=1)
             logits = _logits(query, key.reshape(-1, *key.shape[2:]))  # [Q, A, H, S]
-            chosen = jnp.take_along_axis(logits, micro.target[..., None, None], axis=-1)[..., 0]
-            share = chosen - jax.nn.logsumexp(logits, axis=-1)
+            target = micro.target[..., None, None]
+            chosen = jnp.take_along_axis(logits, target, axis=-1)[..., 0]
+            others = jnp.where(jnp.arange(logits.shape[-1]) == target, -jnp.inf, logits)
+            others = jax.nn.logsumexp(others, axis=-1) + for_each
+            share = -jax.nn.softplus(others - chosen)
             nlls.append(-jnp.sum(share.mean(axis=-1) * micro.weight) / totals)
             hit = (chosen >= logits.max(axis=-1)) & (micro.weight > 0)[..., None]
             hits.append(jnp.sum(hit, axis=0).T)
@@ -266,12 +277,13 @@ class LookupLessons:
             [x[chunks] for x in self.pool.taps],
             [(self.asked[s], *rest) for s, *rest in rows],
             disguise,
+            rng.uniform(math.log(len(chunks)), math.log(LONGEST)),
         )
 
     def _facts(self, chunk: int) -> tuple[Placed, ...]:
         return self.pool.groups[chunk // GROUP].facts[chunk % GROUP]
 
-    def _stack(self, ids, taps, rows, disguise) -> Batch:
+    def _stack(self, ids, taps, rows, disguise, size: float) -> Batch:
         """rows: (questions, the one asked, where its chunk begins), most QUESTIONS."""
         rows = rows[:QUESTIONS]
 
@@ -291,10 +303,12 @@ class LookupLessons:
             np.where(where >= 0, where + origin, 0).astype(np.int32),
             (where >= 0).astype(np.float32),
             disguise,
+            np.float32(size),
         )
 
     def _check_batch(self) -> Batch:
-        """Names, a noun, a frame and a book not trained on, in more chunks than a step's."""
+        """Names, a noun, a frame and a book not trained on, in more chunks than a step's, which
+        stand for CHECKED."""
         rng = np.random.default_rng([self.settings.seed, 7])
         told = draw_checks(rng, HELD_OUT * EACH, tasks.NAMES["choose"].split())
         ids, placed = told_chunks(self.lm, rng, told, EACH)
@@ -311,7 +325,7 @@ class LookupLessons:
         asked = Asked.of(self.lm, pieces, sinks)
         rows = [(asked, i, c * size) for i, (c, _) in enumerate(chosen)] or [(asked, -1, 0)]
         taps = encode(self.lm, ids, self.lm.config.summary_layers)
-        return self._stack(ids, taps, rows, self.plain)
+        return self._stack(ids, taps, rows, self.plain, math.log(CHECKED))
 
     def record(self, about: None, aux: Found) -> dict[str, Any]:
         """As `Lessons.record`. nll: of each layer."""

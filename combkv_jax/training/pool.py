@@ -12,12 +12,14 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from combkv_jax import distributed
 from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import tasks
 from combkv_jax.language_model import LanguageModel
+from combkv_jax.model import CombLlama
 from combkv_jax.training.facts import Told, draw_names, draw_noun, draw_told
 from combkv_jax.training.taps import DTYPE, encode_taps
 
@@ -32,7 +34,8 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A fact in a chunk; its value's tokens are `start <= n < stop` there."""
+    """A fact in a chunk; its value's tokens are `start <= n < stop` there, from the space in front
+    to the full stop."""
 
     fact: Told
     start: int
@@ -91,7 +94,7 @@ def place(encode: Encode, chunk: np.ndarray, fact: Told, piece: np.ndarray) -> P
     begin = int(np.argmax((windows == piece).all(axis=1)))
     before = encode(f" {fact.asked(fact.frame)}")
     same = int(np.argmin([*(a == b for a, b in zip(before, piece, strict=False)), False]))
-    return Placed(fact, begin + same, begin + len(piece) - 1)  # without the full stop
+    return Placed(fact, begin + same, begin + len(piece))
 
 
 def told_chunks(
@@ -147,6 +150,11 @@ class Pool:
             advance(group.ids.size)
         self.made = max(self.made, made)
 
+    def alone(self, slot: int) -> np.ndarray:
+        """NLL of each token, but the first, of what follows that slot's group, without a history:
+        float32 [AFTER]."""
+        return distributed.fetch(_alone(self.lm.model, self.groups[slot].after))
+
     @property
     def filled(self) -> list[int]:
         """Slots that hold a group."""
@@ -162,6 +170,14 @@ def encode(lm: LanguageModel, ids: np.ndarray, layers: tuple[int, ...]) -> list[
         taps = distributed.fetch(_encode(lm.model.decoder, layers, padded))
         parts.append([x[: len(batch)] for x in taps])
     return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
+
+
+@jax.jit
+def _alone(model: CombLlama, ids: jax.Array) -> jax.Array:
+    """The NLL of ids[1:], each behind those before it and no history, float32."""
+    logits = model({"input_ids": ids[:-1], "cu_seqlens_q": jnp.array([0, len(ids) - 1])})
+    chosen = jnp.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=1) - chosen
 
 
 _encode = jax.jit(encode_taps, static_argnums=1)

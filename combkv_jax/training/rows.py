@@ -13,6 +13,8 @@ from combkv_jax.training.pool import AFTER, GROUP, Placed, Pool
 
 MOST_HISTORIES = 8  # of one row
 SOUGHT = 384  # history tokens of one row that its questions are about
+WITH_TEXT = 0.8  # share of rows that have text, in front of their first questions
+ASTRAY = 0.25  # share of the texts whose own pages are not in their history
 
 
 class Bucket(NamedTuple):
@@ -39,7 +41,9 @@ class Row:
     tokens of each history. ids, position, start: int32 [T]; token t sees `start[t] <= s <= t`.
     history: which history it sees, of the chunks `first <= c < last`, int32 [T] each.
     column, target: int32 [A], the token that predicts each answer token, and that token. weight:
-    float32 [A], its part of the loss. question: int32 [A], -1 for text and -2 for padding.
+    float32 [A], its part of the loss. alone: float32 [A], where the history has nothing to say: the
+    NLL without one, which the token is to keep; -1 elsewhere. question: int32 [A], -1 for text and
+    -2 for padding.
     sought: int32 [SOUGHT], history tokens by their place in the row's chunks; token t is to find
     those from `sought_first[t]` to before `sought_last[t]` of them, if any.
     """
@@ -55,6 +59,7 @@ class Row:
     column: np.ndarray
     target: np.ndarray
     weight: np.ndarray
+    alone: np.ndarray
     question: np.ndarray
     sought: np.ndarray
     sought_first: np.ndarray
@@ -63,12 +68,14 @@ class Row:
 
 class Piece(NamedTuple):
     """A prompt, what is to be predicted behind it, and where the answer stands: history tokens
-    counted from the history's beginning (start, stop), None for text."""
+    counted from the history's beginning (start, stop), None for text. alone: of a text without its
+    own pages, float32, the NLL of each token of the answer without a history."""
 
     prompt: np.ndarray
     answer: np.ndarray
     sought: tuple[int, int] | None = None
     is_text: bool = False
+    alone: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
@@ -94,6 +101,7 @@ class RowBuilder:
         self.sought: list[int] = []
         self.sought_first, self.sought_last = np.zeros((2, tokens), np.int32)
         self.answers: list[tuple[int, int, int]] = []  # column, target, question
+        self.alone: list[float] = []  # of each answer token
         self.questions = 0
 
     @property
@@ -113,7 +121,7 @@ class RowBuilder:
         """Texts one behind the other, each seeing what is before it."""
         begin = self.used
         for piece in pieces:
-            prompt, answer, sought, is_text = piece
+            prompt, answer, sought, is_text, alone = piece
             number = -1 if is_text else self.questions
             self.questions += not is_text
             tokens = np.concatenate([prompt, answer])
@@ -122,6 +130,7 @@ class RowBuilder:
             self.history[place], self.first[place], self.last[place] = self.sees
             at = self.used + len(prompt) - 1
             self.answers += [(at + i, token, number) for i, token in enumerate(answer)]
+            self.alone += [-1.0] * len(answer) if alone is None else alone.tolist()
             if sought and len(self.sought) + sought[1] - sought[0] <= SOUGHT:
                 seeking = slice(at, at + len(answer))
                 self.sought_first[seeking] = len(self.sought)
@@ -151,6 +160,7 @@ class RowBuilder:
             np.pad(column, pad),
             np.pad(target, pad),
             np.pad(weight, pad),
+            np.pad(np.array(self.alone, np.float32), pad, constant_values=-1),
             np.pad(question, pad, constant_values=-2),
             np.pad(np.array(self.sought, np.int32), (0, SOUGHT - len(self.sought))),
             self.sought_first,
@@ -172,14 +182,15 @@ class Asker:
         sought: tuple[int, int] | None = None,
     ) -> Piece:
         """A question for the row builder, in any phrasing; without `rng` as it was told. The
-        answer has the space before the value too."""
+        answer has the space before the value too, and the full stop behind it, by which the model
+        learns where a value ends."""
         if rng is not None and self.chat is not None and rng.random() < 0.06:
             prompt = self.chat(CHAT.format(n=fact.noun, s=fact.subject))
             return Piece(prompt, np.asarray(self.encode(fact.value), np.int32), sought)
         frame = fact.frame if rng is None else fact.phrasing(rng)
         asked = f" {fact.asked(frame)}"
         prompt = self.encode(asked)
-        whole = self.encode(f"{asked} {fact.value}")
+        whole = self.encode(f"{asked} {fact.value}.")
         same = int(np.argmin([*(a == b for a, b in zip(prompt, whole, strict=False)), False]))
         whole = np.asarray(whole, np.int32)
         return Piece(whole[:same], whole[same:], sought)
@@ -196,16 +207,15 @@ def draw_row(
     count = min(bucket.chunks // length, MOST_HISTORIES)
     row = RowBuilder(bucket, config.chunk_size, config.sink_tokens)
     for index in range(count):
-        chunks, group = draw_history(rng, pool, length)
+        chunks, slot = draw_history(rng, pool, length)
         row.add_history(chunks, pool.ids[chunks[0], : config.sink_tokens])
         share = row.room // (count - index)
         found = askable(pool, chunks)
         rng.shuffle(found)
         end = row.used + share
         # Sometimes the newest text stands in front of the questions, as it does in use.
-        if index == 0 and rng.random() < 0.4:
-            text = group.after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
-            pieces = [Piece(text[:1], text[1:], is_text=True)]
+        if index == 0 and rng.random() < WITH_TEXT:
+            pieces = [draw_text(rng, pool, chunks, slot)]
             pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]
             while sum(map(len, pieces)) > row.room:
                 pieces.pop()
@@ -221,7 +231,7 @@ def draw_row(
 
 def draw_history(rng: np.random.Generator, pool: Pool, length: int):
     """`length` pool chunks in any order, among them pages right before a group's next text, and
-    that group. Full of facts, or mostly plain text, or both."""
+    that group's slot. Full of facts, or mostly plain text, or both."""
     filled = pool.filled
     dense = [slot for slot in filled if pool.groups[slot].dense]
     sparse = [slot for slot in filled if not pool.groups[slot].dense]
@@ -241,7 +251,22 @@ def draw_history(rng: np.random.Generator, pool: Pool, length: int):
         own[rng.integers(len(own))] = int(rng.choice(dense)) * GROUP + int(rng.integers(GROUP))
     chunks = own + more
     rng.shuffle(chunks)
-    return chunks, pool.groups[slot]
+    return chunks, slot
+
+
+def draw_text(rng: np.random.Generator, pool: Pool, chunks: Sequence[int], slot: int) -> Piece:
+    """What follows the pages of that slot's group; or, sometimes, of a group that none of the
+    chunks is of."""
+    alone = None
+    inside = {chunk // GROUP for chunk in chunks}
+    others = [other for other in pool.filled if other not in inside]
+    if rng.random() < ASTRAY and others:
+        slot = int(rng.choice(others))
+        alone = pool.alone(slot)
+    text = pool.groups[slot].after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
+    if alone is not None:
+        alone = alone[: len(text) - 1]
+    return Piece(text[:1], text[1:], is_text=True, alone=alone)
 
 
 def askable(pool: Pool, chunks: Sequence[int]) -> list[tuple[Told, tuple[int, int]]]:

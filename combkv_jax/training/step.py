@@ -42,6 +42,7 @@ class Batch(NamedTuple):
     column: Any
     target: Any
     weight: Any
+    alone: Any
     question: Any
     sought: Any
     sought_first: Any
@@ -210,7 +211,9 @@ def is_seeking(batch: Batch) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Recall:
     """Weighted NLL of answers and text, the mean over rows, and `attention_weight` times what
-    attention missed, the mean over answer tokens."""
+    attention missed, the mean over answer tokens. Of a text whose own pages are not in the history
+    it is the NLL's distance to that without a history: other pages are neither to help nor to
+    disturb."""
 
     config: CombConfig
     attention_weight: float
@@ -226,7 +229,8 @@ class Recall:
         rows, seeking = totals
         nll, right, found = predict(self.config, trained, frozen, micro, self.remat)
         away = missed(self.config, micro, found) / seeking
-        value = jnp.sum(nll * micro.weight) / rows + self.attention_weight * away
+        lost = jnp.where(micro.alone < 0, nll, jnp.abs(nll - micro.alone))
+        value = jnp.sum(lost * micro.weight) / rows + self.attention_weight * away
         return value, Rows(nll, right, away)
 
 

@@ -79,7 +79,7 @@ def test_chunks_hold_their_facts(lm, full_pool):
             assert all(placed.fact.sentence in chunk for placed in inside)
             for placed in inside:
                 value = decode(lm, ids[placed.start : placed.stop])
-                assert value.strip() == placed.fact.value
+                assert value.strip() == f"{placed.fact.value}."
             assert (len(inside) >= 3) if group.dense else (len(inside) <= 1)
 
 
@@ -112,11 +112,34 @@ def test_rows_ask_about_facts_that_their_history_holds(lm, full_pool):
             )
             place = slice(row.sought_first[column[0]], row.sought_last[column[0]])
             tokens = full_pool.ids[row.chunks].reshape(-1)[row.sought[place]]
-            assert decode(lm, tokens).strip() == decode(lm, row.target[at]).strip()
+            told, said = (decode(lm, some).strip() for some in (tokens, row.target[at]))
+            assert told.endswith(".")
+            assert said in (told, told[:-1])  # a chat's reply is the value alone
             asked += 1
         texts += bool(np.any(row.question == -1))
     assert asked > 50
     assert texts > 0
+
+
+def test_text_astray_is_of_no_group_in_the_history(lm, full_pool):
+    groups, seen = full_pool.groups, {True: 0, False: 0}
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        chunks, slot = rows.draw_history(rng, full_pool, 9)
+        piece = rows.draw_text(rng, full_pool, chunks, slot)
+        text = np.concatenate([piece.prompt, piece.answer])
+        (of,) = (i for i, g in enumerate(groups) if np.array_equal(g.after[: len(text)], text))
+        inside = of in {chunk // pool.GROUP for chunk in chunks}
+        assert inside == (piece.alone is None)
+        seen[inside] += 1
+        if not inside:
+            logits = np.asarray(
+                lm({"input_ids": text, "cu_seqlens_q": np.array([0, len(text)])}), np.float64
+            )
+            logp = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            wanted = -logp[np.arange(len(text) - 1), text[1:]]
+            np.testing.assert_allclose(piece.alone, wanted, rtol=1e-4, atol=1e-5)
+    assert all(seen.values())
 
 
 def test_a_key_told_twice_is_not_asked_for(full_pool):

@@ -20,6 +20,7 @@ from tests.training import small
 from tests.training.test_recipe import settings
 
 CHUNKS, SIZE, QUESTIONS, TOKENS = 3, 13, 4, 11
+STAND_FOR = 7  # chunks
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def case():
         rng.integers(0, CHUNKS * SIZE, (QUESTIONS, 2)).astype(np.int32),
         np.array([[1, 1], [1, 0], [1, 1], [0, 0]], np.float32),
         np.arange(vocab, dtype=np.int32),
+        np.float32(math.log(STAND_FOR)),
     )
     return config, parameters, batch
 
@@ -74,14 +76,19 @@ def reference(config, parameters, batch) -> np.ndarray:
             told = oracle.summary(config, p, name, h, ids, positions)
             share = p[f"{name}.summary.query_gate"][:, None]
             query = query + share * np.repeat(told, c.num_attention_heads // told.shape[1], axis=1)
-            sharp = p[f"{name}.scale"] + p[f"{name}.scale_slope"] * math.log(CHUNKS)
+            sharp = p[f"{name}.scale"] + p[f"{name}.scale_slope"] * math.log(STAND_FOR)
             query = query * np.exp(sharp)[:, None]
             group = c.num_attention_heads // c.num_key_value_heads
             scores = np.stack(
                 [query[:, n] @ key[:, n // group].T for n in range(c.num_attention_heads)], axis=1
             ) / math.sqrt(c.head_dim)
-            shares = scores - oracle.log_sum_exp(scores)[..., None]
-            rows.append([shares[column, :, t] for column, t in zip(columns, targets, strict=True)])
+            found = []
+            for column, target in zip(columns, targets, strict=True):
+                weight = np.exp(scores[column])  # [H, S]
+                often = np.full(weight.shape[1], STAND_FOR / CHUNKS)
+                often[target] = 1
+                found.append(np.log(weight[:, target] / (weight @ often)))
+            rows.append(found)
         out.append(rows)
     assert len(first) == c.num_hidden_layers
     return np.array(out)

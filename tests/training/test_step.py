@@ -43,6 +43,7 @@ def case():
                     Piece(
                         *(rng.integers(0, config.text.vocab_size, n) for n in (p, a)),
                         is_text=is_text,
+                        alone=rng.uniform(0, 9, a) if is_text and length == 5 else None,
                     )
                     for p, a, is_text in sizes
                 ]
@@ -78,7 +79,9 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
         for r, offset in enumerate((0, used[0])):
             count = int(np.sum(batch.question[r] > -2))
             at = offset + batch.column[r, :count]
-            total += jnp.sum(-logp[at, batch.target[r, :count]] * batch.weight[r, :count])
+            nll, alone = -logp[at, batch.target[r, :count]], batch.alone[r, :count]
+            lost = jnp.where(alone < 0, nll, jnp.abs(nll - alone))
+            total += jnp.sum(lost * batch.weight[r, :count])
         return total / 2
 
     ours = jax.jit(step.gradients, static_argnums=3)
@@ -121,6 +124,7 @@ def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
 
 def test_weights_of_questions_and_text(case):
     batch = case[2]
+    assert np.sum(batch.alone >= 0) == 5  # one text is not to be told by its history
     np.testing.assert_allclose(np.sum(batch.weight * (batch.question >= 0)), 2.0, rtol=1e-6)
     np.testing.assert_allclose(np.sum(batch.weight * (batch.question == -1)), 0.6, rtol=1e-6)
     assert not np.any(batch.weight[batch.question == -2])
