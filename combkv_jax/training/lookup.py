@@ -40,6 +40,7 @@ GROUPS = 3  # of a step, at most settings.FIRST_GROUPS
 DISGUISED = 0.5  # share of steps that give every word another's place
 LONGEST = 4096  # chunks of a history that a step's few stand for
 CHECKED = 341  # and those of the check: 131072 tokens of 384 a chunk
+OTHER_SEEDS = 1 << 20  # between a run's and that of its chunks to look up in
 OPEN = 4.0  # the summaries' gates at the beginning: at 0 neither side learns from the other
 
 HELD_OUT, EACH = 40, 8  # chunks of the check, facts in each
@@ -207,7 +208,10 @@ class LookupLessons:
     def begin(self, number: int) -> None:
         """As `Lessons.begin`: fills the pool, with questions about it."""
         settings = self.settings
-        self.pool = Pool(self.lm, settings.pool, settings.seed, self.lm.config.summary_layers)
+        # Full of facts, and not those of recall: what a stage that mixes both repeats, it learns by
+        # heart.
+        seed, layers = settings.seed + OTHER_SEEDS, self.lm.config.summary_layers
+        self.pool = Pool(self.lm, settings.pool, seed, layers, dense_share=1.0)
         self.asked: dict[int, Asked] = {}  # of the group in each slot
         made = settings.groups_at(number)
         tokens = min(made, settings.pool) * GROUP * self.lm.config.chunk_size

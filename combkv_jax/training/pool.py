@@ -54,15 +54,20 @@ class Group:
 
 
 def make_group(
-    encode: Encode, sentences: Sequence[np.ndarray], chunk_size: int, seed: int, number: int
+    encode: Encode,
+    sentences: Sequence[np.ndarray],
+    chunk_size: int,
+    seed: int,
+    number: int,
+    dense_share: float = 0.6,
 ) -> Group:
-    """Group `number`: six in ten are full of facts; of the others' chunks a third have one."""
+    """Group `number`: of such a share are full of facts; of the others' chunks a third have one."""
     rng = np.random.default_rng([seed, 1, number])
     era = np.random.default_rng([seed, 2, number // ERA])
     noun, names = draw_noun(era), draw_names(era, NAMES)
     if rng.random() < 0.3:
         noun = draw_noun(rng)
-    dense = bool(rng.random() < 0.6)
+    dense = bool(rng.random() < dense_share)
     need = GROUP * chunk_size + AFTER + 1
     lengths = np.cumsum([len(s) for s in sentences])
     last = int(np.searchsorted(lengths, lengths[-1] - need))
@@ -118,16 +123,23 @@ def told_chunks(
 
 
 class Pool:
-    """The newest `capacity` groups and their taps, on the host.
+    """The newest `capacity` groups (`make_group`) and their taps, on the host.
 
     ids: int32 [capacity * GROUP, chunk_size]. taps: for each of `layers` float16
     [capacity * GROUP, chunk_size, D]. groups: the group in each slot, None while it is empty.
     """
 
-    def __init__(self, lm: LanguageModel, capacity: int, seed: int, layers: tuple[int, ...]):
+    def __init__(
+        self,
+        lm: LanguageModel,
+        capacity: int,
+        seed: int,
+        layers: tuple[int, ...],
+        dense_share: float = 0.6,
+    ):
         config = lm.config
         self.layers = layers
-        self.lm, self.capacity, self.seed = lm, capacity, seed
+        self.lm, self.capacity, self.seed, self.dense_share = lm, capacity, seed, dense_share
         self.sentences = tasks.book_sentences(lm.tokens, "train")
         shape = (capacity * GROUP, config.chunk_size)
         self.ids = np.zeros(shape, np.int32)
@@ -139,8 +151,9 @@ class Pool:
     def grow_to(self, made: int, advance: Callable[[int], None] = lambda tokens: None) -> None:
         """Makes the groups up to number `made` - 1, of which the newest are kept."""
         for number in range(max(self.made, made - self.capacity), made):
+            size = self.lm.config.chunk_size
             group = make_group(
-                self.lm.tokens, self.sentences, self.lm.config.chunk_size, self.seed, number
+                self.lm.tokens, self.sentences, size, self.seed, number, self.dense_share
             )
             slot = number % self.capacity
             place = slice(slot * GROUP, (slot + 1) * GROUP)

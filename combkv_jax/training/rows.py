@@ -207,7 +207,7 @@ def draw_row(
     count = min(bucket.chunks // length, MOST_HISTORIES)
     row = RowBuilder(bucket, config.chunk_size, config.sink_tokens)
     for index in range(count):
-        chunks, slot = draw_history(rng, pool, length)
+        chunks, after = draw_history(rng, pool, length)
         row.add_history(chunks, pool.ids[chunks[0], : config.sink_tokens])
         share = row.room // (count - index)
         found = askable(pool, chunks)
@@ -215,7 +215,7 @@ def draw_row(
         end = row.used + share
         # Sometimes the newest text stands in front of the questions, as it does in use.
         if index == 0 and rng.random() < WITH_TEXT:
-            pieces = [draw_text(rng, pool, chunks, slot)]
+            pieces = [draw_text(rng, pool, chunks, after)]
             pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]
             while sum(map(len, pieces)) > row.room:
                 pieces.pop()
@@ -230,16 +230,20 @@ def draw_row(
 
 
 def draw_history(rng: np.random.Generator, pool: Pool, length: int):
-    """`length` pool chunks in any order, among them pages right before a group's next text, and
-    that group's slot. Full of facts, or mostly plain text, or both."""
+    """`length` pool chunks in any order, among them pages of one group, and the text that follows
+    these, more than AFTER tokens. Full of facts, or mostly plain text, or both."""
     filled = pool.filled
     dense = [slot for slot in filled if pool.groups[slot].dense]
     sparse = [slot for slot in filled if not pool.groups[slot].dense]
     kind = rng.random()
     slots = (dense if kind < 0.5 else sparse if kind < 0.75 else filled) or filled
     slot = slots[rng.integers(len(slots))]
-    end = (slot + 1) * GROUP
-    own = list(range(end - min(length, GROUP), end))
+    # The text may be any page that has no facts, or what follows the last one.
+    facts, begin = pool.groups[slot].facts, slot * GROUP
+    pages = [page for page in range(1, GROUP) if not facts[page]] + [GROUP]
+    page = pages[rng.integers(len(pages))]
+    after = pool.ids[begin + page] if page < GROUP else pool.groups[slot].after
+    own = list(range(begin + max(0, page - length), begin + page))
     # Where one kind does not suffice, the rest is of the other.
     others = [s for s in slots if s != slot]
     rest = [s for s in filled if s not in slots]
@@ -251,19 +255,20 @@ def draw_history(rng: np.random.Generator, pool: Pool, length: int):
         own[rng.integers(len(own))] = int(rng.choice(dense)) * GROUP + int(rng.integers(GROUP))
     chunks = own + more
     rng.shuffle(chunks)
-    return chunks, slot
+    return chunks, after
 
 
-def draw_text(rng: np.random.Generator, pool: Pool, chunks: Sequence[int], slot: int) -> Piece:
-    """What follows the pages of that slot's group; or, sometimes, of a group that none of the
-    chunks is of."""
+def draw_text(
+    rng: np.random.Generator, pool: Pool, chunks: Sequence[int], after: np.ndarray
+) -> Piece:
+    """The text after pages among the chunks; or, sometimes, after a group that none of them is of."""
     alone = None
     inside = {chunk // GROUP for chunk in chunks}
     others = [other for other in pool.filled if other not in inside]
     if rng.random() < ASTRAY and others:
         slot = int(rng.choice(others))
-        alone = pool.alone(slot)
-    text = pool.groups[slot].after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
+        after, alone = pool.groups[slot].after, pool.alone(slot)
+    text = after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
     if alone is not None:
         alone = alone[: len(text) - 1]
     return Piece(text[:1], text[1:], is_text=True, alone=alone)

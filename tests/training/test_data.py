@@ -121,18 +121,31 @@ def test_rows_ask_about_facts_that_their_history_holds(lm, full_pool):
     assert texts > 0
 
 
-def test_text_astray_is_of_no_group_in_the_history(lm, full_pool):
-    groups, seen = full_pool.groups, {True: 0, False: 0}
-    for seed in range(40):
+def test_text_follows_a_page_of_the_history_or_is_astray(lm, full_pool):
+    seen = {True: 0, False: 0}
+    follow = np.stack(
+        [
+            after[: pool.AFTER + 1]
+            for slot, group in enumerate(full_pool.groups)
+            for after in (*full_pool.ids[slot * pool.GROUP + 1 :][: pool.GROUP - 1], group.after)
+        ]
+    )
+    for seed in range(60):
         rng = np.random.default_rng(seed)
-        chunks, slot = rows.draw_history(rng, full_pool, 9)
-        piece = rows.draw_text(rng, full_pool, chunks, slot)
+        chunks, after = rows.draw_history(rng, full_pool, 9)
+        assert len(set(chunks)) == len(chunks) <= 9
+        piece = rows.draw_text(rng, full_pool, chunks, after)
         text = np.concatenate([piece.prompt, piece.answer])
-        (of,) = (i for i, g in enumerate(groups) if np.array_equal(g.after[: len(text)], text))
-        inside = of in {chunk // pool.GROUP for chunk in chunks}
-        assert inside == (piece.alone is None)
-        seen[inside] += 1
-        if not inside:
+        (page,) = np.flatnonzero((follow[:, : len(text)] == text).all(axis=1))
+        own = piece.alone is None
+        seen[own] += 1
+        if own:
+            slot, inside = divmod(page + 1, pool.GROUP)
+            assert not inside or not full_pool.groups[slot].facts[inside]
+            # Pages of it, unless one full of facts took the place of the last of them.
+            assert page in chunks or len(chunks) == 9
+        else:
+            assert page // pool.GROUP not in {chunk // pool.GROUP for chunk in chunks}
             logits = np.asarray(
                 lm({"input_ids": text, "cu_seqlens_q": np.array([0, len(text)])}), np.float64
             )
