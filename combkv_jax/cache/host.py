@@ -11,6 +11,7 @@ same step: otherwise XLA would copy the whole array to keep both.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from jax.experimental import compute_on
 from combkv_jax.attention import Attended, attention
 from combkv_jax.cache.base import CacheShape
 
-# What jax 0.10 calls compute_on2 takes the place of its compute_on in later versions.
-_compute_on = getattr(compute_on, "compute_on2", compute_on.compute_on)
+# In later versions of jax compute_on is what 0.10 calls compute_on2.
+_is_later = "out_memory_spaces" in inspect.signature(compute_on.compute_on).parameters
+_compute_on = compute_on.compute_on if _is_later else compute_on.compute_on2
 
 _BY_ROW_AND_HEAD = jax.lax.GatherDimensionNumbers(
     offset_dims=(3,),
