@@ -1,4 +1,4 @@
-"""Measures a model: what it recalls, which layers should keep the history, how good a choice is."""
+"""Measures a model: what it recalls, and which layers should keep the history or be coded."""
 
 from __future__ import annotations
 
@@ -61,6 +61,21 @@ def _parser() -> console.Parser:
         "how well novels go on behind 4k tokens; --tasks asks for less",
     )
     parser.add_argument(
+        "--classify",
+        nargs="?",
+        const=4096,
+        type=console.positive_int,
+        metavar="TOKENS",
+        help="tell by a page of a novel (4096 tokens) which layers the tailor cache should code; "
+        "kept beside the weights of a folder or file",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=0.2,
+        help="share of attention outside the largest weights from which a layer is coded (0.2)",
+    )
+    parser.add_argument(
         "--tasks",
         nargs="+",
         choices=MEASURED,
@@ -86,8 +101,10 @@ def _parser() -> console.Parser:
 
 def _main(args: argparse.Namespace) -> None:
     choosing = args.select_layers is not None or args.measure_layers is not None
-    if choosing == (args.recall is not None):
-        raise RequestError("Give --recall, or one or both of --select-layers and --measure-layers.")
+    if choosing + (args.recall is not None) + (args.classify is not None) != 1:
+        raise RequestError(
+            "Give --recall, or --classify, or one or both of --select-layers and --measure-layers."
+        )
     place = next(p for p in (args.report.absolute(), *args.report.absolute().parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise RequestError(f"{place} is not a folder that can be written; choose another --report.")
@@ -96,6 +113,8 @@ def _main(args: argparse.Namespace) -> None:
     from combkv_jax.evaluation import recall, report
 
     model = load(args.model)
+    if args.classify is not None:
+        return classify(model, args)
     if args.recall is not None:
         lengths = tuple(args.recall or recall.LENGTHS)
         recall.report(
@@ -122,6 +141,24 @@ def _main(args: argparse.Namespace) -> None:
         print(f"{folder} now keeps the history in layers {listed}.")
     elif best:
         print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")
+
+
+def classify(model, args: argparse.Namespace) -> None:
+    """Which layers the tailor cache should code, kept beside the weights where that can be."""
+    from combkv_jax.evaluation import concentration
+    from combkv_jax.weights import tailored
+
+    result = concentration.classify(model, args.classify, args.threshold)
+    header = ("layer", "attention outside", "in the tailor cache")
+    console.print_table(concentration.table(result), header)
+    if path := tailored.beside(args.model):
+        tailored.write(path, model.model, result)
+        print(f"{path} now says so.")
+    else:
+        print(
+            f"To keep this: python convert_weights.py {args.model} --out DIR, and then --classify "
+            "with --model DIR."
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

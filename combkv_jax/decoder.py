@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -89,10 +90,10 @@ class DecoderLayer(nnx.Module):
         """x [B, T, D] -> [B, T, D] and the new entry. lengths [B]: how many of the T tokens are
         real; None for one decoded token a row. history: the layer's own view of `entry.chunks`,
         and words [B, T, D], what its summary gathers (`Decoder.words`)."""
-        attn, dim = self.self_attn, self.head_dim
+        attn = self.self_attn
         h = self.input_layernorm(x)
-        query = rotate(project_heads(attn.q_proj, h, dim), angles)
-        key, value = keys_values(attn, h, angles, dim)
+        query = self.queries(h, angles)
+        key, value = keys_values(attn, h, angles, self.head_dim)
         local, entry = entry.extend(query, key, value, lengths)
         if history is None:
             x = x + attn.o_proj(flatten_heads(local.out))
@@ -100,6 +101,10 @@ class DecoderLayer(nnx.Module):
             out, entry = history(h, words, angles, local, attn.o_proj, entry, lengths)
             x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), entry
+
+    def queries(self, h: jax.Array, angles: Angles) -> jax.Array:
+        """Queries (after rotary) [B, T, H, head_dim] of the normed input h [B, T, D]."""
+        return rotate(project_heads(self.self_attn.q_proj, h, self.head_dim), angles)
 
 
 class LocalSummary(nnx.Module):
@@ -316,9 +321,12 @@ class Decoder(nnx.Module):
         x = self.embed(ids)
         words = self.words(x)
         angles = rotary_angles(self.config, positions)
-        entries = []
+        entries, earlier = [], None
         for i, (layer, entry) in enumerate(zip(self.layers, cache.layers, strict=True)):
             block = blocks.get(i)
+            if lengths is None and i:
+                entry = entry.expect(functools.partial(self._queries_ahead, i, earlier, angles))
+            earlier = x
 
             def run(x, layer=layer, entry=entry, block=block):
                 if isinstance(block, CrossLayer):
@@ -333,3 +341,9 @@ class Decoder(nnx.Module):
             entries.append(entry)
         taken = 1 if lengths is None else lengths
         return x, Cache(tuple(entries), cache.position + taken)
+
+    def _queries_ahead(self, layer: int, x: jax.Array, angles: Angles) -> jax.Array:
+        """About what the queries [B, T, H, head_dim] of a layer will be, from the input x [B, T, D]
+        of the layer before it."""
+        h = self.layers[layer - 1].input_layernorm(x)
+        return self.layers[layer].queries(h, angles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,7 @@ def new_cache(
     *,
     batch: int = 1,
     policy: str = "full",
-    options: dict[str, int] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Cache:
     """An empty cache for `batch` rows of up to `capacity` recent tokens, behind a history if one
     is given: of one row, shared by all without a copy, or of `batch` rows."""

@@ -227,7 +227,6 @@ def _check_positions(lm: LanguageModel, cache: str, tokens: int, history: Histor
 
 def table(run: Run) -> list[tuple[str, Any]]:
     """The run's figures for people, a row each."""
-    held = run.cache_bytes_device + run.cache_bytes_host
     rows = [
         ("cache", run.cache),
         ("history tokens (compressed)", run.history_tokens),
@@ -236,7 +235,7 @@ def table(run: Run) -> list[tuple[str, Any]]:
         ("cache on device", console.size(run.cache_bytes_device)),
         ("cache on host", console.size(run.cache_bytes_host)),
         ("full cache would be", console.size(run.full_cache_bytes)),
-        ("times smaller", f"{run.full_cache_bytes / held:.2f}"),
+        ("times smaller on device", f"{run.full_cache_bytes / run.cache_bytes_device:.2f}"),
         ("time to first token", console.duration(run.seconds_to_first_token)),
         ("  of it compressing", console.duration(run.compress_seconds)),
         ("prefill", f"{run.prefill_tokens_per_second:.0f} tokens/s"),

@@ -45,6 +45,7 @@ def load(
     weights go where it says. Raises RequestError.
     """
     from combkv_jax import console, sharding, weights
+    from combkv_jax.weights import tailored
 
     def shardings(config: CombConfig):
         placement = sharding.place(config.text, mesh)
@@ -60,14 +61,15 @@ def load(
         shardings=shardings if mesh is not None else None,
         note=console.note,
     )
-    return LanguageModel(build(config, arrays), tokenizer)
+    return LanguageModel(build(config, arrays), tokenizer, tailored.beside(source))
 
 
 class LanguageModel:
-    """A CombLlama and its tokenizer (None: only token ids can go in, and none come out as text)."""
+    """A CombLlama and its tokenizer (None: only token ids can go in, and none come out as text).
+    classified: the file that says which layers the `tailor` cache codes, if there is one."""
 
-    def __init__(self, model: CombLlama, tokenizer: Any = None):
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: CombLlama, tokenizer: Any = None, classified: Path | None = None):
+        self.model, self.tokenizer, self.classified = model, tokenizer, classified
 
     @property
     def config(self) -> CombConfig:
@@ -196,7 +198,7 @@ class LanguageModel:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         cache: str = "full",
-        cache_options: dict[str, int] | None = None,
+        cache_options: dict[str, Any] | None = None,
     ) -> Iterator[str]:
         """Streams the continuation of a prompt, in pieces that never break a character.
 
@@ -221,12 +223,14 @@ class LanguageModel:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         cache: str = "full",
-        cache_options: dict[str, int] | None = None,
+        cache_options: dict[str, Any] | None = None,
     ) -> Generation:
         """Prefills one prompt a row and draws the first token of each."""
         if max_new_tokens < 1:
             raise RequestError(f"max-new-tokens is {max_new_tokens}; at least 1 is needed.")
         capacity = max(map(len, prompts), default=0) + max_new_tokens
+        if cache == "tailor":
+            cache_options = self._tailored(max_new_tokens) | (cache_options or {})
         empty = generation.new_cache(
             self.model,
             capacity,
@@ -239,6 +243,15 @@ class LanguageModel:
         return Generation.start(
             self.model, filled, logits, sampling or Sampling(), self.stop_tokens(), max_new_tokens
         )
+
+    def _tailored(self, max_new_tokens: int) -> dict[str, Any]:
+        """What the `tailor` cache is to know of this model and generation."""
+        from combkv_jax.weights import tailored
+
+        room = {"generated": max_new_tokens}
+        if self.classified is None or not self.classified.exists():
+            return room
+        return room | {"quantized": tailored.read(self.classified, self.model).quantized}
 
     def stream(self, run: Generation) -> Iterator[str]:
         """The text of a generation of one row, as it comes."""

@@ -43,8 +43,11 @@ def packed(histories, texts):
 decode_step = jax.jit(CombLlama.decode_step)
 
 
-@pytest.mark.parametrize("policy", ["full", "window"])
-@pytest.mark.parametrize("form", ["plain", "lse", "tanh"])
+@pytest.mark.parametrize(
+    ("form", "policy"),
+    [(form, policy) for form in ("plain", "lse", "tanh") for policy in ("full", "window")]
+    + [("lse", "tailor")],
+)
 def test_prefill_and_decoding_equal_one_forward_pass(form, policy, monkeypatch):
     monkeypatch.setattr(generate, "SEGMENT", 16)  # the longest prompt takes three segments
     rng = np.random.default_rng(11)
@@ -59,6 +62,8 @@ def test_prefill_and_decoding_equal_one_forward_pass(form, policy, monkeypatch):
 
     history = compress(model, histories, chunk_batch=2) if form != "plain" else None
     options = {"first": 3, "window": 64}  # no token leaves this window
+    if policy == "tailor":  # and all that leaves this one is fetched
+        options = {"first": 3, "window": 4, "generated": 2, "channels": 12}
     cache = new_cache(model, 47, history, batch=3, policy=policy, options=options)
     logits, cache = prefill(model, cache, prompts)
     for step in range(7):

@@ -63,14 +63,15 @@ def test_a_haystack_is_asked_checked_and_measured(run):
         assert label in out
 
 
-@pytest.mark.parametrize("cache", ["full", "window", "quantized"])
+@pytest.mark.parametrize("cache", ["full", "window", "quantized", "tailor"])
 def test_other_caches_read_the_same_haystack(run, cache):
     code, _, err, figures = run("--ctx", 600, "--cache", cache, "--window", 64)
     assert code == 0, err
     assert figures["history_tokens"] == 0
     assert figures["recent_tokens"] > 600
-    most = {"full": 800, "window": 80, "quantized": 450}[cache]
+    most = {"full": 800, "window": 80, "quantized": 450, "tailor": 250}[cache]
     assert figures["cache_bytes_device"] < TOKEN_BYTES * most
+    assert (figures["cache_bytes_host"] > TOKEN_BYTES * 600) == (cache == "tailor")
 
 
 def test_files_prompts_and_batches(run, tmp_path):

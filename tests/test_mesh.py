@@ -73,6 +73,7 @@ def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch)
         ("h2o", {"heavy": 6, "recent": 5}),
         ("snapkv", {"budget": 11, "window": 5, "generated": 3}),
         ("quest", {"budget": 12, "page": 4}),
+        ("tailor", {"quantized": (), "first": 2, "window": 3, "top": 6, "channels": 4}),
     ],
 )
 def test_every_policy_is_divided_by_rows_and_heads(policy, options, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -13,6 +15,7 @@ from combkv_jax.cache.h2o import H2O
 from combkv_jax.cache.quantized import QuantizedTokens
 from combkv_jax.cache.quest import Quest
 from combkv_jax.cache.snapkv import SnapKV
+from combkv_jax.cache.tailor import Tailor
 from combkv_jax.cache.window import Window
 from combkv_jax.config import LlamaConfig
 from combkv_jax.errors import RequestError
@@ -33,6 +36,7 @@ __all__ = [
     "QuantizedTokens",
     "Quest",
     "SnapKV",
+    "Tailor",
     "Window",
     "create_cache",
     "full_cache_bytes",
@@ -48,6 +52,7 @@ POLICIES: dict[str, type[LayerCache]] = {
     "h2o": H2O,
     "snapkv": SnapKV,
     "quest": Quest,
+    "tailor": Tailor,
 }
 
 
@@ -57,7 +62,7 @@ def create_cache(
     batch: int,
     capacity: int,
     dtype,
-    options: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
     keys: jax.sharding.Sharding | None = None,
     small: jax.sharding.Sharding | None = None,
 ) -> Cache:
@@ -80,6 +85,10 @@ def create_cache(
         keys,
         small,
         config.num_attention_heads // config.num_key_value_heads,
+        layers=config.num_hidden_layers,
     )
-    layers = tuple(POLICIES[policy].create(shape) for _ in range(config.num_hidden_layers))
+    layers = tuple(
+        POLICIES[policy].create(dataclasses.replace(shape, layer=layer))
+        for layer in range(config.num_hidden_layers)
+    )
     return Cache(layers, shape.counter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -51,6 +52,11 @@ class LayerCache:
         entry = self.append(key, value)
         return entry.attend(query), entry
 
+    def expect(self, query: Callable[[], jax.Array]) -> Self:
+        """Before a decoded token comes to this layer: `query` gives about what its query
+        [B, 1, H, D] will be, so that what it reads can be on the way. `extend` must follow."""
+        return self
+
     def nbytes(self) -> dict[str, int]:
         """Bytes by place, {"device", "host"}."""
         return nbytes(self)
@@ -66,6 +72,7 @@ class CacheShape:
     keys, small: where K/V and the counters live (None: the default device). A cache must begin
         where a step leaves it, or the second step compiles anew.
     group: query heads that share a KV head, for policies that keep queries.
+    layer, layers: which layer of how many, for policies that treat them differently.
     """
 
     batch: int
@@ -74,10 +81,12 @@ class CacheShape:
     capacity: int
     dtype: Any
     rotary: jax.Array
-    options: dict[str, int] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     keys: jax.sharding.Sharding | None = None
     small: jax.sharding.Sharding | None = None
     group: int = 1
+    layer: int = 0
+    layers: int = 1
 
     def empty(
         self, tokens: int, dim: int | None = None, dtype: Any = None, fill: float = 0
@@ -93,22 +102,40 @@ class CacheShape:
         """A count for each row, int32 [B], at zero."""
         return jnp.zeros(self.batch, jnp.int32, device=self.small)
 
-    def settings(self, policy: str, **defaults: int) -> tuple[int, ...]:
-        """The policy's options in the order of `defaults`, which stand for those not given.
+    def settings(self, policy: str, **defaults: int | tuple[int, ...]) -> tuple[Any, ...]:
+        """The policy's options in the order of `defaults`, which stand for those not given: whole
+        numbers of at least 1, or, where the default is a tuple, numbers of layers.
 
-        Raises RequestError for an option the policy has not, and for one that is no whole number
-        of at least 1.
+        Raises RequestError for an option the policy has not, and for one that is nothing of that
+        kind.
         """
         for name, value in self.options.items():
             if name not in defaults:
                 known = ", ".join(defaults)
                 raise RequestError(f"the {policy} cache has no option {name!r}; it takes {known}.")
-            if not isinstance(value, numbers.Integral) or value < 1:
+            if isinstance(defaults[name], tuple):
+                self._check_layers(f"{name} of the {policy} cache", value)
+            elif not _is_whole(value) or value < 1:
                 raise RequestError(
                     f"{name} of the {policy} cache is {value!r}; it must be a whole number of at "
                     "least 1."
                 )
-        return tuple(int(self.options.get(name, value)) for name, value in defaults.items())
+        return tuple(
+            tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
+            for value in (self.options.get(name, default) for name, default in defaults.items())
+        )
+
+    def _check_layers(self, name: str, value: Any) -> None:
+        is_list = isinstance(value, Sequence) and all(map(_is_whole, value))
+        if not is_list or not all(0 <= layer < self.layers for layer in value):
+            raise RequestError(
+                f"{name} is {value!r}; it must be a list of layers, each from 0 to "
+                f"{self.layers - 1}."
+            )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def newest(count: jax.Array, slots: int) -> jax.Array:

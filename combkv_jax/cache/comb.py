@@ -51,6 +51,9 @@ class Comb(LayerCache):
         attended, recent = self.recent.extend(query, key, value, lengths)
         return self._with_sinks(query, attended), dataclasses.replace(self, recent=recent)
 
+    def expect(self, query):
+        return dataclasses.replace(self, recent=self.recent.expect(query))
+
     def append(self, key, value):
         return dataclasses.replace(self, recent=self.recent.append(key, value))
 

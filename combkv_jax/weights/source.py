@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "generation_config.json",
+    "tailor.json",  # tailored.NAME; of the decoder alone
 )
 
 

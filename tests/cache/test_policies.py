@@ -21,6 +21,7 @@ OPTIONS = {
     "h2o": {"heavy": 25, "recent": 4},
     "snapkv": {"budget": 20, "window": 3, "kernel": 3, "generated": 9},
     "quest": {"budget": 30, "page": 5},
+    "tailor": {"quantized": (), "first": 2, "window": 3, "top": 26, "channels": 2, "generated": 4},
 }
 
 
@@ -70,8 +71,13 @@ def test_prefills_and_decoded_tokens_of_ragged_rows(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decoding_never_compiles_anew_and_keeps_every_dtype(policy):
     rng = np.random.default_rng(10)
-    small = {"h2o": {"heavy": 3, "recent": 2}, "snapkv": {"budget": 4, "window": 2, "generated": 2}}
-    options = {**OPTIONS, **small, "quest": {"budget": 4, "page": 2}}[policy]
+    small = {
+        "h2o": {"heavy": 3, "recent": 2},
+        "snapkv": {"budget": 4, "window": 2, "generated": 2},
+        "quest": {"budget": 4, "page": 2},
+        "tailor": {**OPTIONS["tailor"], "top": 4},
+    }
+    options = {**OPTIONS, **small}[policy]
     entry = POLICIES[policy].create(shape(options=options, dtype=jnp.bfloat16))
     tokens = draw(rng, [16, 18, 17])
     begin = jax.tree.map(lambda x: (x.shape, x.dtype), entry)
@@ -86,8 +92,12 @@ def test_decoding_never_compiles_anew_and_keeps_every_dtype(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decode_step_writes_into_the_donated_entry(policy, monkeypatch):
     monkeypatch.setattr(xla, "DECODED_BYTES", 2**16)
-    settings = shape(2, 2**15, {"first": 4, "window": 2**14} if policy == "window" else {})
-    entry = jax.eval_shape(lambda: POLICIES[policy].create(settings))
+    options = {
+        "window": {"first": 4, "window": 2**14},
+        "tailor": {"quantized": (), "channels": 2},
+    }
+    # An array rather than its shape, which does not tell whether it lies in host memory.
+    entry = POLICIES[policy].create(shape(2, 2**15, options.get(policy, {})))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entry))
     query, key = (jax.ShapeDtypeStruct((2, 1, h, DIM), jnp.float32) for h in (HEADS, KV_HEADS))
     step = jax.jit(lambda entry, *arrays: entry.extend(*arrays, None), donate_argnums=0)
@@ -118,6 +128,11 @@ def test_a_policy_that_evicts_holds_its_budget_and_no_more(policy, options, toke
         ("snapkv", {"budget": 32}, "budget of the snapkv cache is 32; it must be larger than its"),
         ("snapkv", {"kernel": 4}, "kernel of the snapkv cache is 4; it must be an odd number"),
         ("quest", {"page": 2.5}, "page of the quest cache is 2.5; it must be a whole number"),
+        ("tailor", {"top": 0}, "top of the tailor cache is 0; it must be a whole number of at le"),
+        ("tailor", {"bits": 5}, "bits is 5; keys and values are kept in 1, 2, 4, 8 or 16 bits"),
+        ("tailor", {"page": 1}, "no option 'page'; it takes quantized, bits, first, window, top"),
+        ("tailor", {"quantized": (3,)}, r"is \(3,\); it must be a list of layers, each from 0 to"),
+        ("tailor", {"quantized": 1}, "quantized of the tailor cache is 1; it must be a list of"),
     ],
 )
 def test_wrong_options_are_refused_in_words(policy, options, message):
