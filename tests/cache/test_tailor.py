@@ -16,7 +16,18 @@ from combkv_jax.config import plain
 from combkv_jax.generate import Draw, Sampling, SamplingState, new_cache, prefill
 from combkv_jax.model import CombLlama
 from tests import oracle, tiny
-from tests.cache.plain import DIM, HEADS, KV_HEADS, draw, drive, heads_of, shape, traced, weights
+from tests.cache.plain import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    draw,
+    drive,
+    heads_of,
+    rounded,
+    shape,
+    traced,
+    weights,
+)
 from tests.test_planner import needs_compiler
 
 decode_step = jax.jit(CombLlama.decode_step)
@@ -50,11 +61,6 @@ def by_the_rule(tokens, expected, steps, first, window, top, channels, generated
 @jax.jit
 def extend_as_expected(entry, expected, *arrays):
     return entry.expect(lambda: expected).extend(*arrays, None)
-
-
-def rounded(x, dtype):
-    """The numbers of x [...] in dtype, as NumPy float32."""
-    return np.asarray(jnp.asarray(x, dtype), np.float32)
 
 
 def decode(entry, tokens, expected, steps, dtype):
