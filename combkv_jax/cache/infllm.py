@@ -26,8 +26,9 @@ class InfLLM(Offloaded):
     is the sum of the inner products of its representatives with the queries that share the KV head,
     which is that of their means, so their mean is all that the device keeps.
 
-    A prefill attends to everything, and keys keep the positions they came with. (There a prefill
-    fetches blocks, too, and all that lies beyond the window counts as one distance away.)
+    A prefill attends to everything, and keys keep the positions they came with. (In the paper a
+    prefill fetches blocks, too, all that lies beyond the window counts as one distance away, and
+    blocks fetched lately stay on the device for a while.)
     """
 
     mass: jax.Array  # float32 [B, K, slots, 1], of the tokens in the ring

@@ -31,7 +31,8 @@ class PQCache(Offloaded):
     The centroids of a KV head are learned by k-means (Lloyd) over all its keys so far, beginning
     with keys evenly spaced among them. A prefill learns them anew, and codes every token again,
     when the tokens have at least doubled since the last time, so that a prompt in many prefills
-    costs little more than one; other tokens get the codes of the nearest centroids there are.
+    costs little more than one; other tokens get the codes of the nearest centroids there are. (In
+    the paper there is one prefill, and tokens fetched often stay on the device for a while.)
     """
 
     codes: jax.Array  # uint8 [B, K, capacity, parts]
