@@ -27,6 +27,9 @@ def parser() -> console.Parser:
     p.add_argument("--batch", metavar="FILE", help="many prompts: one a line, or .jsonl")
     p.add_argument("--chat", action="store_true", help="a conversation about the context")
     p.add_argument("--cache", default="comb", help="comb (default), full, window, quest, ...")
+    p.add_argument(
+        "--cache-bits", type=int, metavar="N", help="of comb and quantized: 8, 4, 2 or 1"
+    )
     p.add_argument("--window", type=console.positive_int, default=1024, help="tokens kept whole")
     p.add_argument("--depth", type=float, default=0.5, help="place of the code, 0 to 1")
     p.add_argument("--mesh", help="data x tensor devices, such as 1x2")
@@ -61,6 +64,8 @@ def main(args) -> None:
         raise RequestError("--chat has no figures for --json; give one of them.")
     if args.chat and args.cache != "comb":
         raise RequestError(f"--chat works with --cache comb, not {args.cache}.")
+    if args.cache_bits is not None:
+        check_bits(args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     texts = [inference.read_text(path) for path in args.context or ()]
     prompts = inference.read_prompts(args.batch) if args.batch else [args.prompt]
@@ -101,6 +106,7 @@ def main(args) -> None:
         window=args.window,
         max_new_tokens=args.max_new_tokens or (16 if question.answer else 256),
         sampling=sampling,
+        bits=args.cache_bits,
         chunk_batch=args.chunk_batch,
         show=lambda piece: print(piece, end="", flush=True),
     )
@@ -114,6 +120,24 @@ def main(args) -> None:
     console.print_table(inference.table(run))
     if args.json:
         console.write_json(args.json, inference.as_json(run, sys.argv, args.model))
+
+
+def check_bits(args) -> None:
+    """Raises RequestError for --cache-bits that cannot be, or that would change nothing."""
+    from combkv_jax import inference
+    from combkv_jax.cache import quantize
+
+    quantize.check_bits(args.cache_bits)
+    if args.cache not in inference.CODED:
+        known = " and ".join(inference.CODED)
+        raise RequestError(f"--cache-bits works with the caches {known}, not {args.cache}.")
+    if args.plan:
+        raise RequestError("--plan plans a history in 16 bits; leave --cache-bits out.")
+    if args.chat:
+        raise RequestError(
+            "--chat appends to its history, which cannot be done in fewer bits; leave --cache-bits "
+            "out."
+        )
 
 
 def chat(lm, context, sampling, args) -> None:

@@ -26,6 +26,7 @@ from combkv_jax.planner import Plan
 from combkv_jax.weights import read_source_config
 
 CACHES = ("comb", *POLICIES)
+CODED = ("comb", "quantized")  # caches that take a number of bits
 FIRST_TOKENS = 4  # that the `window` policy keeps, as in StreamingLLM
 MOST_FILE_BYTES = 2**30  # of one context or batch file
 
@@ -123,6 +124,7 @@ def answer(
     window: int,
     max_new_tokens: int,
     sampling: Sampling,
+    bits: int | None = None,
     chunk_batch: int | None = None,
     show: Callable[[str], None] = lambda piece: None,
 ) -> Run:
@@ -130,8 +132,9 @@ def answer(
 
     context: int32 [n], may be empty. cache: one of CACHES. window: newest context tokens kept
     whole (`comb`), or all that is kept but the first ones (`window`); the other policies keep
-    what they do by default. show: given the first row's text as it comes. Raises RequestError for
-    what the model or cache cannot hold.
+    what they do by default. bits: of the numbers that CODED caches keep (None: 16 in `comb`, 4 in
+    `quantized`). show: given the first row's text as it comes. Raises RequestError for what the
+    model or cache cannot hold.
     """
     begin = time.perf_counter()
     recent, history, compress_seconds = context, None, 0.0
@@ -139,20 +142,25 @@ def answer(
         chunks, recent = split_history(context, window, lm.config.chunk_size)
         if chunks:
             with console.progress(sum(map(len, chunks)), "Compressing") as advance:
-                history = compress(lm.model, [chunks], chunk_batch=chunk_batch, progress=advance)
+                history = compress(
+                    lm.model, [chunks], chunk_batch=chunk_batch, bits=bits or 16, progress=advance
+                )
             jax.block_until_ready(history)
             compress_seconds = time.perf_counter() - begin
     prompts = [np.concatenate([recent, prompt]) for prompt in question.prompts]
     longest = max(map(len, prompts))
     if cache != "window":
         _check_positions(lm, cache, longest + max_new_tokens, history)
+    options = {"first": FIRST_TOKENS, "window": window} if cache == "window" else {}
+    if cache == "quantized" and bits is not None:
+        options = {"bits": bits}
     run = lm.start(
         prompts,
         history,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         cache="full" if cache == "comb" else cache,
-        cache_options={"first": FIRST_TOKENS, "window": window} if cache == "window" else None,
+        cache_options=options,
     )
     jax.block_until_ready(run.state)
     first_token = time.perf_counter() - begin

@@ -135,16 +135,22 @@ class LanguageModel:
         *,
         history: History | None = None,
         chunk_batch: int | None = None,
+        bits: int = 16,
         progress: Callable[[int], None] | None = None,
     ) -> History:
         """The compressed history of a text (or token ids), for any number of questions.
 
-        history: what it is appended to. chunk_batch, progress: as in `compress.compress`.
+        history: what it is appended to. chunk_batch, bits, progress: as in `compress.compress`.
         """
         tokens = self.tokens(text, special=history is None)
         chunks = chunk_tokens(tokens, self.config.chunk_size)
         return compression.compress(
-            self.model, [chunks], history=history, chunk_batch=chunk_batch, progress=progress
+            self.model,
+            [chunks],
+            history=history,
+            chunk_batch=chunk_batch,
+            bits=bits,
+            progress=progress,
         )
 
     def chat_tokens(

@@ -63,15 +63,26 @@ def test_a_haystack_is_asked_checked_and_measured(run):
         assert label in out
 
 
-@pytest.mark.parametrize("cache", ["full", "window", "quantized", "tailor"])
+@pytest.mark.parametrize("cache", ["full", "window", "quantized", "tailor", "infllm", "pqcache"])
 def test_other_caches_read_the_same_haystack(run, cache):
     code, _, err, figures = run("--ctx", 600, "--cache", cache, "--window", 64)
     assert code == 0, err
     assert figures["history_tokens"] == 0
     assert figures["recent_tokens"] > 600
-    most = {"full": 800, "window": 80, "quantized": 450, "tailor": 250}[cache]
-    assert figures["cache_bytes_device"] < TOKEN_BYTES * most
-    assert (figures["cache_bytes_host"] > TOKEN_BYTES * 600) == (cache == "tailor")
+    most = {"full": 800, "window": 80, "quantized": 450, "tailor": 250, "infllm": 550}
+    assert figures["cache_bytes_device"] < TOKEN_BYTES * (most | {"pqcache": 200})[cache]
+    is_on_host = cache in ("tailor", "infllm", "pqcache")
+    assert (figures["cache_bytes_host"] > TOKEN_BYTES * 600) == is_on_host
+
+
+def test_a_history_in_fewer_bits_is_so_much_smaller(run):
+    code, _, err, figures = run("--ctx", 700, "--window", 60, "--cache-bits", 2)
+    assert code == 0, err
+    assert figures["history_tokens"] == 640
+    # Of each number 2 bits and its share of two float16: a key's over 64 tokens, a value's over the
+    # 12 channels of a head. The recent tokens and what else is beside them are held in full.
+    coded = 640 * (2 + 32 * (1 / 64 + 1 / 12) / 2) / 32
+    assert figures["cache_bytes_device"] < TOKEN_BYTES * (coded + 280)
 
 
 def test_files_prompts_and_batches(run, tmp_path):
@@ -164,6 +175,13 @@ def test_the_real_model_finds_a_code_in_a_few_chunks(run, smollm2_file):
         (["--prompt", "a", "--chat"], "exclude each other"),
         (["--chat", "--json", "x"], "--chat has no figures for --json"),
         (["--chat", "--cache", "full"], "--chat works with --cache comb"),
+        (["--cache-bits", 3], "bits is 3; keys and values are kept in 1, 2, 4, 8 or 16 bits"),
+        (
+            ["--cache-bits", 4, "--cache", "quest"],
+            "works with the caches comb and quantized, not q",
+        ),
+        (["--cache-bits", 4, "--plan", "h200"], "--plan plans a history in 16 bits"),
+        (["--cache-bits", 4, "--chat"], "--chat appends to its history"),
         (["--context", "{book}"], "--context needs a question"),
         (["--context", "{empty}", "--prompt", "a"], "is empty; a text is needed"),
         (["--context", "{latin1}", "--prompt", "a"], "is not UTF-8 (byte 3)"),

@@ -21,12 +21,13 @@ def placed(model, text):
     return build(model.config, arrays)
 
 
-def answer(model, rows, policy="full", options=None):
+def answer(model, rows, policy="full", options=None, bits=16):
     """Tokens drawn behind one shared history, where the model keeps one, by `rows` prompts."""
     rng = np.random.default_rng(61)
     chunks = [rng.integers(0, 97, n) for n in (13, 13, 5)]
     prompts = [rng.integers(0, 97, 20 + n) for n in range(rows)]
-    history = compress(model, [chunks], chunk_batch=2) if model.config.cross_layers else None
+    has_history = model.config.cross_layers
+    history = compress(model, [chunks], chunk_batch=2, bits=bits) if has_history else None
     cache = new_cache(model, 60, history, batch=rows, policy=policy, options=options)
     logits, cache = prefill(model, cache, prompts)
     run = Generation.start(model, cache, logits, Sampling(), [], 7)
@@ -74,6 +75,8 @@ def test_a_mesh_draws_the_same_tokens_and_compiles_once(mesh, form, monkeypatch)
         ("snapkv", {"budget": 11, "window": 5, "generated": 3}),
         ("quest", {"budget": 12, "page": 4}),
         ("tailor", {"quantized": (), "first": 2, "window": 3, "top": 6, "channels": 4}),
+        ("infllm", {"first": 2, "window": 3, "block": 4, "representatives": 2, "top": 8}),
+        ("pqcache", {"first": 2, "window": 3, "top": 6, "bits": 3, "iterations": 3}),
     ],
 )
 def test_every_policy_is_divided_by_rows_and_heads(policy, options, monkeypatch):
@@ -81,3 +84,9 @@ def test_every_policy_is_divided_by_rows_and_heads(policy, options, monkeypatch)
     config = tiny.comb_config("lse", (), num_hidden_layers=1)
     model = tiny.build(config, tiny.random_parameters(np.random.default_rng(63), config))
     check_on_mesh(model, "2x2", policy=policy, options=options)
+
+
+def test_a_history_in_fewer_bits_is_divided_by_heads():
+    config = tiny.comb_config("lse", (0,), num_hidden_layers=1)
+    model = tiny.build(config, tiny.random_parameters(np.random.default_rng(64), config))
+    check_on_mesh(model, "1x2", bits=4)

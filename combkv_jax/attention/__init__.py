@@ -13,11 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from combkv_jax.attention import reference, xla
-from combkv_jax.attention.source import Source
+from combkv_jax.attention.source import Source, is_coded
 from combkv_jax.attention.xla import fold, unfold
 from combkv_jax.errors import RequestError
 
-__all__ = ["IMPLEMENTATIONS", "Attended", "attention", "fold", "mass", "merge", "unfold"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Attended",
+    "attention",
+    "fold",
+    "is_coded",
+    "mass",
+    "merge",
+    "unfold",
+]
 
 IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
 

@@ -12,6 +12,8 @@ from combkv_jax.cache.base import CacheShape, LayerCache, full_cache_bytes, nbyt
 from combkv_jax.cache.comb import Banded, Cache, Chunks, Comb, History, Packed
 from combkv_jax.cache.full import Full
 from combkv_jax.cache.h2o import H2O
+from combkv_jax.cache.infllm import InfLLM
+from combkv_jax.cache.pqcache import PQCache
 from combkv_jax.cache.quantized import QuantizedTokens
 from combkv_jax.cache.quest import Quest
 from combkv_jax.cache.snapkv import SnapKV
@@ -31,7 +33,9 @@ __all__ = [
     "Full",
     "H2O",
     "History",
+    "InfLLM",
     "LayerCache",
+    "PQCache",
     "Packed",
     "QuantizedTokens",
     "Quest",
@@ -53,6 +57,8 @@ POLICIES: dict[str, type[LayerCache]] = {
     "snapkv": SnapKV,
     "quest": Quest,
     "tailor": Tailor,
+    "infllm": InfLLM,
+    "pqcache": PQCache,
 }
 
 

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 
 from combkv_jax.attention import Attended, attention, merge
 from combkv_jax.cache.base import LayerCache
+from combkv_jax.cache.quantize import Quantized
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """K/V of history tokens, [B, K, N, D] (or [1, K, N, D] for all rows), of which a query sees
-    `start <= n < end`, both int32 and broadcastable to [B, T]."""
+    """K/V of history tokens, [B, K, N, D] (or [1, K, N, D] for all rows), as they are or both coded
+    in fewer bits, of which a query sees `start <= n < end`, int32 and broadcastable to [B, T]."""
 
-    key: jax.Array
-    value: jax.Array
+    key: jax.Array | Quantized
+    value: jax.Array | Quantized
     start: jax.Array
     end: jax.Array
 

@@ -76,6 +76,11 @@ def write(
     return jax.lax.fori_loop(0, array.shape[0], one, array)
 
 
+def read(array: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """`size` tokens of array [B, K, S, D] from token `first` on, on the device."""
+    return to_device(jax.lax.dynamic_slice_in_dim(array, first, size, axis=2))
+
+
 def take(array: jax.Array, index: jax.Array) -> jax.Array:
     """array [B, K, S, D] at index [B, K, N] of its third axis, on the device: [B, K, N, D]. Every
     index must lie within it."""

@@ -65,6 +65,11 @@ def drive(rng, entry, tokens, prefills, decoded=0, dtype=jnp.float32):
     return [np.array(x) for x in out], entry
 
 
+def rounded(x, dtype):
+    """The numbers of x [...] in dtype, as NumPy float32."""
+    return np.asarray(jnp.asarray(x, dtype), np.float32)
+
+
 def weights(query, key, seen):
     """Softmax weights [GROUP, len(seen)] of query [GROUP, D] over key [n, D] at `seen`, float64."""
     logits = query.astype(np.float64) @ key[seen].T / key.shape[-1] ** 0.5

@@ -22,6 +22,8 @@ OPTIONS = {
     "snapkv": {"budget": 20, "window": 3, "kernel": 3, "generated": 9},
     "quest": {"budget": 30, "page": 5},
     "tailor": {"quantized": (), "first": 2, "window": 3, "top": 26, "channels": 2, "generated": 4},
+    "infllm": {"first": 2, "window": 3, "block": 4, "representatives": 2, "top": 24},
+    "pqcache": {"first": 2, "window": 3, "top": 24, "bits": 2, "iterations": 2},
 }
 
 
@@ -76,6 +78,8 @@ def test_decoding_never_compiles_anew_and_keeps_every_dtype(policy):
         "snapkv": {"budget": 4, "window": 2, "generated": 2},
         "quest": {"budget": 4, "page": 2},
         "tailor": {**OPTIONS["tailor"], "top": 4},
+        "infllm": {**OPTIONS["infllm"], "top": 4},
+        "pqcache": {**OPTIONS["pqcache"], "top": 4},
     }
     options = {**OPTIONS, **small}[policy]
     entry = POLICIES[policy].create(shape(options=options, dtype=jnp.bfloat16))
@@ -133,6 +137,9 @@ def test_a_policy_that_evicts_holds_its_budget_and_no_more(policy, options, toke
         ("tailor", {"page": 1}, "no option 'page'; it takes quantized, bits, first, window, top"),
         ("tailor", {"quantized": (3,)}, r"is \(3,\); it must be a list of layers, each from 0 to"),
         ("tailor", {"quantized": 1}, "quantized of the tailor cache is 1; it must be a list of"),
+        ("infllm", {"block": 0}, "block of the infllm cache is 0; it must be a whole number of at"),
+        ("pqcache", {"parts": 5}, "parts of the pqcache cache is 5; it must divide the 12 chan"),
+        ("pqcache", {"bits": 9}, "bits of the pqcache cache is 9; a code has 1 to 8 bits"),
     ],
 )
 def test_wrong_options_are_refused_in_words(policy, options, message):

@@ -9,15 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from combkv_jax import generate, planner
+from combkv_jax import generate
 from combkv_jax.attention import Attended, xla
-from combkv_jax.cache import Cache, LayerCache, QuantizedTokens, Tailor, host, nbytes
+from combkv_jax.cache import Cache, LayerCache, QuantizedTokens, Tailor, nbytes
 from combkv_jax.config import plain
 from combkv_jax.generate import Draw, Sampling, SamplingState, new_cache, prefill
 from combkv_jax.model import CombLlama
 from tests import oracle, tiny
-from tests.cache.plain import DIM, HEADS, KV_HEADS, draw, drive, heads_of, shape, traced, weights
-from tests.test_planner import needs_compiler
+from tests.cache.plain import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    draw,
+    drive,
+    heads_of,
+    rounded,
+    shape,
+    traced,
+    weights,
+)
 
 decode_step = jax.jit(CombLlama.decode_step)
 
@@ -50,11 +60,6 @@ def by_the_rule(tokens, expected, steps, first, window, top, channels, generated
 @jax.jit
 def extend_as_expected(entry, expected, *arrays):
     return entry.expect(lambda: expected).extend(*arrays, None)
-
-
-def rounded(x, dtype):
-    """The numbers of x [...] in dtype, as NumPy float32."""
-    return np.asarray(jnp.asarray(x, dtype), np.float32)
 
 
 def decode(entry, tokens, expected, steps, dtype):
@@ -259,32 +264,3 @@ def test_a_prefill_reads_the_host_in_blocks_and_writes_in_place(monkeypatch):
     used = run.lower(entry, query, key, key, jnp.array([3, 1])).compile().memory_analysis()
     assert used.alias_size_in_bytes == sum(nbytes(entry).values())
     assert used.temp_size_in_bytes < entry.host_key.nbytes
-
-
-@needs_compiler
-def test_compiled_for_a_gpu_the_host_copy_stays_in_host_memory():
-    """What is fetched the host collects. (Of a program for a device that is not there no argument
-    can lie in host memory, so the program makes it and puts it there.)"""
-    mesh = planner.gpu_mesh("h200")
-    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    settings = shape(1, 2**15, {"quantized": (), "channels": 2, "top": 32})
-
-    def step(entry, query, key):
-        names = ("host_key", "host_value", "host_channels")
-        on_host = {name: host.to_host(-getattr(entry, name)) for name in names}
-        entry = dataclasses.replace(entry, **on_host).expect(lambda: query)
-        attended, entry = entry.extend(query, key, key, None)
-        return attended, entry.count
-
-    entry = jax.eval_shape(lambda: Tailor.create(settings))
-    query, key = (jax.ShapeDtypeStruct((1, 1, h, DIM), jnp.float32) for h in (HEADS, KV_HEADS))
-    arguments = planner.placed(
-        (entry, query, key), jax.tree.map(lambda x: where, (entry, query, key))
-    )
-    with planner.no_compile_cache():
-        compiled = jax.jit(step).lower(*arguments).compile()
-    used, line = compiled.memory_analysis(), 2**15 * KV_HEADS * DIM * 4
-    # Three lines, of which one may be over before another is made.
-    assert 2 * line <= used.host_temp_size_in_bytes < 3.1 * line
-    assert used.temp_size_in_bytes < line
-    assert 'custom_call_target="HostExecute"' in compiled.as_text()
