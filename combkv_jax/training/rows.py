@@ -261,7 +261,8 @@ def draw_history(rng: np.random.Generator, pool: Pool, length: int):
 def draw_text(
     rng: np.random.Generator, pool: Pool, chunks: Sequence[int], after: np.ndarray
 ) -> Piece:
-    """The text after pages among the chunks; or, sometimes, after a group that none of them is of."""
+    """`after`, the text behind pages among the chunks; or, sometimes, that behind a group which
+    none of them is of."""
     alone = None
     inside = {chunk // GROUP for chunk in chunks}
     others = [other for other in pool.filled if other not in inside]

@@ -55,7 +55,11 @@ def test_an_answer_counts_when_all_digits_are_right_and_no_more_follow(monkeypat
     def ask(lm, case, progress):
         wanted = [fact.digits for fact in case.asked]
         said["wrong"] = wanted[0][:4] + str(9 - int(wanted[0][4]))
-        answers = [said["wrong"], *(w + "0" for w in wanted[1:2]), *(w + ". And" for w in wanted[2:])]
+        answers = [
+            said["wrong"],
+            *(w + "0" for w in wanted[1:2]),
+            *(w + ". And" for w in wanted[2:]),
+        ]
         return list(zip(answers, wanted, strict=True))
 
     monkeypatch.setattr(recall, "ask_all", ask)
