@@ -33,7 +33,7 @@ from combkv_jax.training.settings import Settings
 from combkv_jax.training.taps import encode_questions
 
 TOKENS = 40  # of a question, with text in front of it
-ANSWERS = 4  # tokens of an answer that are sought; behind them the rest follows by itself
+ANSWERS = 7  # tokens of an answer that are sought: a space, five digits and a full stop
 ASKED = 64  # questions that go through the decoder at once
 QUESTIONS = 96  # of a step
 GROUPS = 3  # of a step, at most settings.FIRST_GROUPS
