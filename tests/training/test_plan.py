@@ -60,10 +60,10 @@ def test_bytes_are_those_of_the_shapes():
     assert planned.trained == trained
     assert planned.frozen == sum(sizes.values()) - trained
     assert 0 <= planned.moments - trained < 64  # half of two; and the counts of steps
-    # Of each micro-batch one row a device: taps and their tokens, 12 numbers a token of the row,
+    # Of each micro-batch one row a device: taps and their tokens, 13 numbers a token of the row,
     # first tokens, what is sought.
     row = 8 * config.chunk_size * (40 * 2 + 4) + 4 * (
-        12 * 96 + rows.MOST_HISTORIES * 4 + rows.SOUGHT
+        13 * 96 + rows.MOST_HISTORIES * 4 + rows.SOUGHT
     )
     assert planned.batch == 3 * row
     assert planned.history == 8 * config.chunk_size
