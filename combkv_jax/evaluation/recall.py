@@ -45,8 +45,7 @@ class RecallCase:
 @dataclasses.dataclass(frozen=True)
 class Recall:
     """Of one task at one length. exact: questions answered with all digits right, and no digit
-    behind them. digits: digits
-    right at their places."""
+    behind them. digits: digits right at their places."""
 
     task: str
     tokens: int

@@ -28,6 +28,7 @@ AFTER = 128  # tokens behind a group that can be predicted
 ERA = 12  # groups that mostly share a noun and names, so that many facts differ in little
 NAMES = 40  # first names, and last names, of an era
 MOST_FACTS = 18  # of one chunk
+DENSE_SHARE = 0.6  # of the groups are full of facts, unless a pool asks for another
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -59,7 +60,7 @@ def make_group(
     chunk_size: int,
     seed: int,
     number: int,
-    dense_share: float = 0.6,
+    dense_share: float = DENSE_SHARE,
 ) -> Group:
     """Group `number`: of such a share are full of facts; of the others' chunks a third have one."""
     rng = np.random.default_rng([seed, 1, number])
@@ -135,7 +136,7 @@ class Pool:
         capacity: int,
         seed: int,
         layers: tuple[int, ...],
-        dense_share: float = 0.6,
+        dense_share: float = DENSE_SHARE,
     ):
         config = lm.config
         self.layers = layers

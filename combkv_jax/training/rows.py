@@ -213,7 +213,7 @@ def draw_row(
         found = askable(pool, chunks)
         rng.shuffle(found)
         end = row.used + share
-        # Sometimes the newest text stands in front of the questions, as it does in use.
+        # Mostly the newest text stands in front of the questions, as it does in use.
         if index == 0 and rng.random() < WITH_TEXT:
             pieces = [draw_text(rng, pool, chunks, after)]
             pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]
@@ -263,16 +263,13 @@ def draw_text(
 ) -> Piece:
     """`after`, the text behind pages among the chunks; or, sometimes, that behind a group which
     none of them is of."""
-    alone = None
+    length, alone = int(rng.integers(AFTER // 2, AFTER + 1)), None
     inside = {chunk // GROUP for chunk in chunks}
     others = [other for other in pool.filled if other not in inside]
     if rng.random() < ASTRAY and others:
         slot = int(rng.choice(others))
-        after, alone = pool.groups[slot].after, pool.alone(slot)
-    text = after[: 1 + int(rng.integers(AFTER // 2, AFTER + 1))]
-    if alone is not None:
-        alone = alone[: len(text) - 1]
-    return Piece(text[:1], text[1:], is_text=True, alone=alone)
+        after, alone = pool.groups[slot].after, pool.alone(slot)[:length]
+    return Piece(after[:1], after[1 : length + 1], is_text=True, alone=alone)
 
 
 def askable(pool: Pool, chunks: Sequence[int]) -> list[tuple[Told, tuple[int, int]]]:
