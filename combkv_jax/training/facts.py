@@ -198,13 +198,16 @@ def draw_subject(rng: np.random.Generator, names: tuple[list[str], list[str]]) -
 
 
 def draw_value(rng: np.random.Generator) -> str:
-    """Two to seven digits, often five, and sometimes two words. The first digits are the hard ones:
-    behind them the rest of a number follows by itself."""
+    """Two to seven digits, mostly five, and sometimes two words. A third of the numbers have two or
+    three different digits, since where a digit comes again is where an answer goes astray."""
     kind = rng.random()
     if kind < 0.06:
         return " ".join(map(str, rng.choice(WORDS, 2, replace=False)))
-    count = 5 if kind < 0.4 else int(rng.integers(2, 8 if kind < 0.5 else 4))
-    return "".join(map(str, rng.integers(0, 10, count)))
+    count = 5 if kind < 0.6 else int(rng.integers(2, 8 if kind < 0.75 else 4))
+    digits = np.arange(10)
+    if rng.random() < 1 / 3:
+        digits = rng.choice(10, int(rng.integers(2, 4)), replace=False)
+    return "".join(map(str, rng.choice(digits, count)))
 
 
 def draw_told(
