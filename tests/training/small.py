@@ -111,7 +111,7 @@ def _hinder(train_step):
         time.sleep(slow)
         if next(number) == full_from:
             before = Path(sys.argv[sys.argv.index("--out") + 1]) / "state" / str(full_from - 1)
-            while not before.exists():  # saved beside the steps, and under its name when all is there
+            while not before.exists():  # it is saved beside the steps, and named when it is whole
                 time.sleep(0.05)
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
