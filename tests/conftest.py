@@ -7,10 +7,12 @@ import importlib.util
 import os
 
 # Before jax starts: on the CPU, as eight devices (for the sharding tests), without a compile cache
-# in the user's home; and no test reaches for the hub unless it says so.
+# in the user's home; and no test reaches for the hub unless it says so. Tiny models take longer to
+# compile than to run, so XLA optimises little, but for tests that look at what it makes.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
@@ -19,6 +21,11 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_runtest_setup(item):
+    little = item.get_closest_marker("optimized") is None
+    jax.config.update("jax_disable_most_optimizations", little)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -70,6 +70,7 @@ def test_it_is_coded_in_groups_that_chunks_and_batches_do_not_move(form, bits, m
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_attention_never_decodes_it_whole(monkeypatch):
     monkeypatch.setattr(xla, "DECODED_BYTES", 2**16)
     tokens, one = 2**15, jnp.zeros((1, 1), jnp.int32)

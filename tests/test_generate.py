@@ -211,6 +211,7 @@ def test_a_row_s_draw_does_not_depend_on_its_neighbours():
 
 
 @pytest.mark.parametrize("form", ["lse", "tanh"])
+@pytest.mark.optimized
 def test_a_decode_step_copies_neither_weights_nor_cache(form):
     """Temporaries stay far below the cache and the weights, and the cache is updated in place."""
     config = tiny.comb_config(form, hidden_size=64, intermediate_size=512, vocab_size=512)
@@ -231,6 +232,7 @@ def test_a_decode_step_copies_neither_weights_nor_cache(form):
 
 
 @pytest.mark.parametrize("form", ["lse", "tanh"])
+@pytest.mark.optimized
 def test_encoding_needs_no_more_memory_for_a_longer_history(form):
     """Beside the cache itself, which is written in place."""
     model = random_model(form, np.random.default_rng(23))

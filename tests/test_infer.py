@@ -148,6 +148,7 @@ def test_an_answer_is_right_when_it_is_the_code_and_ends(said, right):
 
 
 @pytest.mark.once
+@pytest.mark.optimized
 def test_the_real_model_finds_a_code_in_a_few_chunks(run, smollm2_file):
     arguments = ("--ctx", 900, "--window", 400, "--max-new-tokens", 8)
     code, out, err, figures = run(*arguments, model=smollm2_file)

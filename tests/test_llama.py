@@ -53,6 +53,7 @@ def test_random_llamas(kv_heads, tied, scaling):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.optimized
 def test_smollm2_from_its_gguf_file(smollm2_file):
     """600 tokens of a novel; transformers reads config and weights from the same file."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

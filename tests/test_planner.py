@@ -15,6 +15,8 @@ from combkv_jax.config import FORMS, LLAMA_3_1_8B, CombConfig, every_fourth
 from combkv_jax.errors import RequestError
 from tests import tiny
 
+pytestmark = pytest.mark.optimized
+
 GIB = 2**30
 
 needs_compiler = pytest.mark.skipif(

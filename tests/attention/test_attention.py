@@ -128,6 +128,7 @@ def test_gradients_in_blocks_are_those_of_the_whole(monkeypatch):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.optimized
 def test_memory_does_not_grow_with_queries_times_keys():
     """16384 keys under 4096 queries: logits at once would take 1 GiB a head."""
     query = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)

@@ -23,6 +23,7 @@ from tests.test_planner import needs_compiler
         ("pqcache", {}),
     ],
 )
+@pytest.mark.optimized
 def test_compiled_for_a_gpu_the_host_copy_stays_in_host_memory(policy, options):
     """What is fetched the host collects. (Of a program for a device that is not there no argument
     can lie in host memory, so the program makes it and puts it there.)"""

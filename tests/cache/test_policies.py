@@ -94,6 +94,7 @@ def test_decoding_never_compiles_anew_and_keeps_every_dtype(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.optimized
 def test_a_decode_step_writes_into_the_donated_entry(policy, monkeypatch):
     monkeypatch.setattr(xla, "DECODED_BYTES", 2**16)
     options = {
@@ -188,6 +189,7 @@ def test_write_drops_what_is_past_the_end_and_touches_nothing_else():
     np.testing.assert_array_equal(got, buffer)
 
 
+@pytest.mark.optimized
 def test_writing_into_a_donated_buffer_copies_nothing():
     buffer = jax.ShapeDtypeStruct((2, 3, 4096, 16), jnp.float32)
     new = jax.ShapeDtypeStruct((2, 1, 3, 16), jnp.float32)

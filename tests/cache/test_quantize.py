@@ -110,6 +110,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     np.testing.assert_allclose(plain.out, want.out, atol=1e-6)
 
 
+@pytest.mark.optimized
 def test_the_cache_is_never_decoded_at_once():
     """131072 tokens of 4 heads: 256 MiB decoded to float32, 10 MiB in 2 bits."""
     tokens, dim = 2**17, 128

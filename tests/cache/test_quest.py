@@ -56,6 +56,7 @@ def test_a_bound_is_reached_by_the_key_it_belongs_to():
     np.testing.assert_allclose(entry.bound(jnp.asarray(query))[0, :, :13], logits, atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_a_decoded_query_reads_its_pages_and_not_the_cache():
     settings = shape(1, 2**16, {"budget": 64})
     entry = jax.eval_shape(lambda: Quest.create(settings))

@@ -241,6 +241,7 @@ def sampling_state(cache: Cache) -> SamplingState:
     return SamplingState(cache, token, none, jnp.int32(1), jax.random.key(0))
 
 
+@pytest.mark.optimized
 def test_no_step_copies_what_lies_on_the_host():
     capacity = 2**15
     lm = model(np.random.default_rng(11), num_hidden_layers=2)
@@ -256,6 +257,7 @@ def test_no_step_copies_what_lies_on_the_host():
     assert used.temp_size_in_bytes < line
 
 
+@pytest.mark.optimized
 def test_a_prefill_reads_the_host_in_blocks_and_writes_in_place(monkeypatch):
     monkeypatch.setattr(xla, "DECODED_BYTES", 2**16)
     entry = Tailor.create(shape(2, 2**15, {"quantized": ()}))

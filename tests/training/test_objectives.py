@@ -212,6 +212,7 @@ def scratch(mesh, layers, remat):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.optimized
 def test_remat_keeps_little_more_than_the_input_of_a_layer():
     try:
         mesh = planner.gpu_mesh("h200")

@@ -15,6 +15,8 @@ from combkv_jax.training import plan, rows
 from tests import tiny
 from tests.test_planner import needs_compiler
 
+pytestmark = pytest.mark.optimized
+
 GIB = 2**30
 BUCKET = rows.Bucket(8, 96, 1.0)
 
