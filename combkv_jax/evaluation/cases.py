@@ -24,8 +24,8 @@ from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import recall, scores, tasks
 from combkv_jax.evaluation.tasks import Encode, Fact
 
-EACH = 8  # questions of one context at most, where a task has several
-KEYS = 8  # needles of `multikey`
+KEYS = 4  # needles of `multikey`, each of which may be asked for
+PAIRS = 8  # that `kv` asks for in one context at most
 DENSITY = 384  # tokens that recall.FACTS_PER_CHUNK facts of `kv` share
 CODES = 4  # that `ruler-multivalue` and `ruler-multiquery` ask for
 HOPS = 4  # of `ruler-vt`, from a value to the last variable
@@ -69,8 +69,8 @@ def _needle(encode: Encode, rng: np.random.Generator, tokens: int, count: int) -
 
 
 def _multikey(encode: Encode, rng: np.random.Generator, tokens: int, count: int) -> Iterator[Case]:
-    """One of KEYS codes of different names (RULER's niah_multikey_1 has 4)."""
-    for ask in _shares(count):
+    """One of KEYS codes of different names, as in RULER's niah_multikey_1."""
+    for ask in _shares(count, KEYS):
         facts = tasks.draw_facts(rng, KEYS)
         context = _among(encode, rng, tokens, [fact.sentence for fact in facts])
         chosen = rng.permutation(KEYS)[:ask]
@@ -79,7 +79,7 @@ def _multikey(encode: Encode, rng: np.random.Generator, tokens: int, count: int)
 
 def _kv(encode: Encode, rng: np.random.Generator, tokens: int, count: int) -> Iterator[Case]:
     """One of many codes; every name shares its first name and its surname with others."""
-    for ask in _shares(count):
+    for ask in _shares(count, PAIRS):
         made = recall.recall_case(encode, rng, "similar", tokens, DENSITY, ask)
         yield Case(made.tokens, tuple(_code(encode, fact) for fact in made.asked))
 
@@ -115,24 +115,24 @@ def _common_words(
     """The COMMON words that a numbered list has ten (in short lists six) times as often as the
     others. When the novels' words are used up, the rest of the context is text."""
     repeats = (30, 3) if tokens >= LONG else (6, 1)
+    numbers: list[Sequence[int]] = []  # token ids of " 1.", " 2.", as far as a list has them
     for _ in range(count):
         drawn = rng.permutation(_vocabulary())
         head = encode("\n\nSome words of this numbered list come much more often than others.")
-        pieces: list[Sequence[int]] = []  # token ids of the words, each as often as it comes
-        numbers: list[Sequence[int]] = []
+        pieces: list[Sequence[int]] = []  # of the words, each as often as it comes
         room = tokens - len(head)
         for used, word in enumerate(drawn):
             times, ids = repeats[used >= COMMON], encode(f" {word}")
-            more = [encode(f" {len(pieces) + n}.") for n in range(1, times + 1)]
-            room -= times * len(ids) + sum(map(len, more))
+            filled = slice(len(pieces), len(pieces) + times)
+            numbers += [encode(f" {n + 1}.") for n in range(len(numbers), filled.stop)]
+            room -= times * len(ids) + sum(map(len, numbers[filled]))
             if room < 0:
                 break
             pieces += [ids] * times
-            numbers += more
         if len(pieces) <= COMMON * repeats[0]:
             raise RequestError(f"a list with {COMMON} common words needs more.")
         order = rng.permutation(len(pieces))
-        entries = [part for n, i in zip(numbers, order, strict=True) for part in (n, pieces[i])]
+        entries = [part for n, i in zip(numbers, order, strict=False) for part in (n, pieces[i])]
         context = _among(encode, rng, tokens, [np.concatenate([head, *entries])])
         asked = f"\n\nThe {COMMON} words that come most often in the list above are:"
         yield Case(context, (_listing(encode, asked, drawn[:COMMON].tolist()),))
@@ -199,9 +199,9 @@ def _listing(encode: Encode, asked: str, expected: list[str]) -> Question:
     return Question(prompt, room, functools.partial(scores.contained, expected))
 
 
-def _shares(count: int) -> list[int]:
-    """`count` questions shared out evenly to contexts of at most EACH."""
-    return [len(part) for part in np.array_split(np.arange(count), -(-count // EACH))]
+def _shares(count: int, most: int) -> list[int]:
+    """`count` questions shared out evenly to contexts that have `most` at most."""
+    return [len(part) for part in np.array_split(np.arange(count), -(-count // most))]
 
 
 def _coded(rng: np.random.Generator, count: int, length: int, letters: str) -> list[str]:

@@ -139,10 +139,18 @@ def test_needles_are_at_their_depths():
     assert [case.place for case in made("needle", 500, 1)] == [{"depth": 0.5}]
 
 
-@pytest.mark.parametrize("name", ["multikey", "kv"])
-def test_questions_share_contexts_evenly(name):
-    assert [len(case.questions) for case in made(name, 900, 19)] == [7, 6, 6]
-    assert [len(case.questions) for case in made(name, 900, 8)] == [8]
+@pytest.mark.parametrize(
+    ("name", "count", "shares"),
+    [
+        ("multikey", 9, [3, 3, 3]),
+        ("multikey", 4, [4]),
+        ("kv", 19, [7, 6, 6]),
+        ("kv", 8, [8]),
+        ("kv", 1, [1]),
+    ],
+)
+def test_questions_share_contexts_evenly(name, count, shares):
+    assert [len(case.questions) for case in made(name, 900, count)] == shares
 
 
 def test_keys_are_as_dense_as_asked_for_and_others_than_the_one_asked_for():
