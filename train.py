@@ -95,9 +95,9 @@ def parser() -> console.Parser:
 
 def main(args) -> None:
     """Checks the request before anything slow, then trains."""
-    from combkv_jax import sharding
+    from combkv_jax import records, sharding
     from combkv_jax.config import PRESETS
-    from combkv_jax.training import data, recipe
+    from combkv_jax.training import recipe
     from combkv_jax.training.trainer import Settings, Trainer
 
     if args.plan:
@@ -126,7 +126,7 @@ def main(args) -> None:
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     for lesson in (lesson for stage in settings.stages for lesson in stage.lessons):
         if lesson.data:
-            data.check_name(lesson.data)
+            records.check_name(lesson.data)
     console.prepare_jax()
     processes = distributed.start(args.coordinator, args.processes, args.process)
     mesh = (

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from combkv_jax import records
 from combkv_jax.chunking import IGNORED
 from combkv_jax.errors import RequestError
 from combkv_jax.training import data, samples
@@ -262,10 +263,10 @@ def test_bad_files_are_named(lm, tmp_path, monkeypatch):
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
     with pytest.raises(RequestError, match="body.parquet has the columns body; messages"):
         made(lm, str(tmp_path / "body.parquet"))
-    monkeypatch.setattr(data, "MOST_LINE", 50)
+    monkeypatch.setattr(records, "MOST_LINE", 50)
     with pytest.raises(RequestError, match="line 2 of .* is longer than 50 bytes"):
         made(lm, jsonl(tmp_path / "long.jsonl", {"text": "x"}, {"text": "x" * 100}))
-    monkeypatch.setattr(data, "ROW_GROUP", 10)
+    monkeypatch.setattr(records, "ROW_GROUP", 10)
     with pytest.raises(RequestError, match="row group of .* at most 10"):
         made(lm, str(tmp_path / "body.parquet"))
 
@@ -281,11 +282,11 @@ def test_bad_files_are_named(lm, tmp_path, monkeypatch):
 )
 def test_names_of_data_are_checked_without_reading(name, match):
     with pytest.raises(RequestError, match=match):
-        data.check_name(name)
+        records.check_name(name)
 
 
 def test_text_is_read_in_blocks(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "TEXT_BLOCK", 30)
+    monkeypatch.setattr(records, "TEXT_BLOCK", 30)
     path = tmp_path / "a.txt"
     path.write_text("twelve bytes\n" * 5 + "x" * 100)
     found = list(data.documents(lm, str(path)))
