@@ -104,7 +104,6 @@ def blank(model: CombLlama, tokens: int, bits: int = 16) -> History:
     telling its bytes. Raises RequestError when the model keeps no history."""
     config, text = model.config, model.config.text
     _check_keeps(config)
-    check_bits(bits)
     capacity, (keys, _) = bucket(tokens), cache_places(model, 1)
     if bits < 16:
         buffers = _Coded.create(model, 1, capacity, GROUP, bits).kept

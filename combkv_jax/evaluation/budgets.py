@@ -20,6 +20,7 @@ from combkv_jax.cache import (
     full_cache_bytes,
     nbytes,
 )
+from combkv_jax.cache.quantize import check_bits
 from combkv_jax.errors import RequestError
 from combkv_jax.generate import new_cache
 from combkv_jax.language_model import LanguageModel
@@ -142,6 +143,13 @@ class Setting:
     def nbytes(self, lm: LanguageModel) -> dict[str, int]:
         """As `measure`, of such a cache that is not made. Raises RequestError for options that the
         policy cannot take."""
+        if self.policy == "comb":
+            check_bits(self.options["bits"])
+            if self.options["window"] < 1:
+                raise RequestError(
+                    f"window of the comb cache is {self.options['window']}; it must be a whole "
+                    "number of at least 1."
+                )
         found = {}
 
         def make():

@@ -84,44 +84,54 @@ def test_caches_that_hold_everything_say_what_the_full_one_says(whole):
         assert (needle["host"] > 0) == (needle["fetched"] > 0), policy
 
 
-def test_the_full_cache_says_what_the_model_says(lm, whole):
-    cells = {cell["task"]: cell for cell in lines(whole)[1:] if cell["policy"] == "full"}
-    pages = tasks.text_cases(
+def logits(lm, ids):
+    """The model's own, without any cache: float32 [n, V]."""
+    batch = {
+        "input_ids": np.pad(ids, (0, 160 - len(ids))),  # one shape
+        "cu_seqlens_q": np.array([0, len(ids)]),
+    }
+    return np.asarray(lm(batch))[: len(ids)]
+
+
+def novels(lm):
+    return tasks.text_cases(
         lm.tokens, 0, "judge", cases=2, chunks=1, chunk_size=TOKENS, next_tokens=32
     )
+
+
+def test_the_full_cache_says_what_the_model_says(lm, whole):
+    cells = {cell["task"]: cell for cell in lines(whole)[1:] if cell["policy"] == "full"}
     nll = []
-    for page in pages:
+    for page in novels(lm):
         ids = np.concatenate([*page.chunks, page.tokens])
-        logits = lm({"input_ids": ids[:-1], "cu_seqlens_q": np.array([0, len(ids) - 1])})
-        log_p = jax.nn.log_softmax(logits)[-32:]
+        log_p = jax.nn.log_softmax(logits(lm, ids[:-1]))[-32:]
         nll.append(-np.asarray(log_p)[np.arange(32), page.tokens[1:]])
     assert cells["perplexity"]["nll"] == pytest.approx(np.mean(nll), abs=1e-4)
     bins = np.mean(nll, axis=0).reshape(8, 4).mean(axis=1)
     np.testing.assert_allclose(cells["perplexity"]["by_position"], bins, atol=1e-4)
 
-    rng = np.random.default_rng([0, TOKENS, *b"needle"])
-    made = cases.needle(lm.tokens, rng, TOKENS, 2)
+    made = cases.needle(lm.tokens, np.random.default_rng([0, TOKENS, *b"needle"]), TOKENS, 2)
     for case, said in zip(made, cells["needle"]["answers"], strict=True):
         (question,) = case.questions
-        prompt = np.concatenate([case.tokens, question.prompt])
-        run = lm.start([prompt], max_new_tokens=question.new_tokens)
-        assert said == lm.text(run.run()[0])
+        ids = np.concatenate([case.tokens, question.prompt])
+        for _ in range(question.new_tokens):
+            ids = np.append(ids, logits(lm, ids)[-1].argmax())
+        assert said == lm.text(ids[-question.new_tokens :])
 
 
-def test_agreement_is_of_the_same_tokens_behind_the_full_cache(lm, tmp_path):
+def test_agreement_is_of_the_same_tokens_behind_the_full_cache(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison_report, "write", lambda *args: None)
     folder = tmp_path / "report"
     asked = arguments(folder, caches=["window:window=17"], budget="40")
     assert evaluate.main(asked) == 0
     cell = next(cell for cell in lines(folder)[1:] if cell["task"] == "agreement")
-    pages = tasks.text_cases(
-        lm.tokens, 0, "judge", cases=2, chunks=1, chunk_size=TOKENS, next_tokens=32
-    )
     equal, divergence = [], []
-    for page in pages:
-        both = []
-        for policy, options in (("full", {}), ("window", {"first": 4, "window": 17})):
-            read = Reading.of(lm, Setting(policy, options, TOKENS), page.chunks[0])
-            both.append(read.logits(page.tokens[:-1]).astype(np.float64))
+    for page in novels(lm):
+        ids = np.concatenate([*page.chunks, page.tokens])[:-1]
+        setting = Setting("window", {"first": 4, "window": 17}, TOKENS)
+        read = Reading.of(lm, setting, page.chunks[0])
+        both = (logits(lm, ids)[-32:], read.logits(page.tokens[:-1]))
+        both = [x.astype(np.float64) for x in both]
         p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in both)
         equal.append(p.argmax(axis=1) == q.argmax(axis=1))
         divergence.append((p * np.log(p / q)).sum(axis=1))
@@ -131,14 +141,15 @@ def test_agreement_is_of_the_same_tokens_behind_the_full_cache(lm, tmp_path):
 
 @pytest.mark.parametrize("asked", ["window:window=17", "tailor:quantized=none", "comb:window=30"])
 def test_one_context_serves_many_questions(asked, lm):
-    setting = budgets.settle(lm, budgets.read_cache(asked), budgets.Budget.read("40"), TOKENS)
+    setting = budgets.settle(lm, budgets.read_cache(asked), budgets.Budget.read("100%"), TOKENS)
     rng = np.random.default_rng(5)
     context = rng.integers(97, 123, TOKENS).astype(np.int32)
     questions = [
         Question(rng.integers(97, 123, size).astype(np.int32), new, float)
-        for size, new in ((7, 3), (11, 9), (2, 6))
+        for size, new in ((19, 3), (27, 9), (2, 6))
     ]
     read = Reading.of(lm, setting, context)
+    assert read.held == setting.nbytes(lm)
     together = read.answers(questions)
     assert len(set(together)) == 3
     assert together == [read.answers([question])[0] for question in questions]
@@ -152,6 +163,7 @@ def test_what_is_measured_is_not_measured_again(lm, whole, tmp_path, monkeypatch
     before = lines(whole)
     file = folder / "cells.jsonl"
     file.write_bytes(file.read_bytes()[:-99])  # in the middle of the last cell
+    monkeypatch.setattr(comparison_report, "write", lambda *args: None)
     read = []
     of = Reading.of
 
@@ -230,6 +242,7 @@ def test_two_settings_are_two_rows_and_the_same_is_one(lm):
         (["--cache", "tailor:quantized=9"], "list of layers, each from 0 to 0"),
         (["--cache", "tailor:bits=3"], "bits is 3"),
         (["--cache", "comb:bits=5"], "bits is 5"),
+        (["--cache", "comb:window=0"], "window of the comb cache is 0"),
         (["--cache", "full", "--budget", "0"], "budget '0' is not"),
         (["--cache", "full", "--budget", "-5"], "budget '-5' is not"),
         (["--cache", "full", "--budget", "1.5"], "budget '1.5' is not"),
