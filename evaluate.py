@@ -1,15 +1,21 @@
-"""Measures a model: what it recalls, and which layers should keep the history or be coded."""
+"""Measures a model: what it recalls, what each cache makes of it, and which layers should keep the
+history or be coded."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from combkv_jax import console
 from combkv_jax.errors import RequestError
 from combkv_jax.evaluation.tasks import MEASURED
+
+LENGTHS = (2048, 7680)  # tokens of context that caches are compared on
+QUESTIONS = {"recall": 100, "cache": 20}  # of each task and length
+BUDGET = "1024"
 
 
 def _layer_list(text: str) -> tuple[int, ...]:
@@ -76,15 +82,46 @@ def _parser() -> console.Parser:
         help="share of attention outside the largest weights from which a layer is coded (0.2)",
     )
     parser.add_argument(
-        "--tasks",
+        "--cache",
         nargs="+",
-        choices=MEASURED,
-        default=list(MEASURED),
-        help="passkey: facts in chunks of their own among plain text; similar: 8 in every chunk; "
-        "continuation: how well novels go on (default: all three)",
+        metavar="CACHE",
+        help="compare these caches side by side, such as full window tailor:top=128,bits=2 comb",
     )
     parser.add_argument(
-        "--questions", type=console.positive_int, default=100, help="of each task and length (100)"
+        "--ctx",
+        nargs="+",
+        type=console.positive_int,
+        metavar="TOKENS",
+        default=list(LENGTHS),
+        help="of --cache: lengths of the contexts (default: 2048 7680)",
+    )
+    parser.add_argument(
+        "--budget",
+        nargs="+",
+        metavar="SIZE",
+        default=[BUDGET],
+        help="of --cache: tokens that a query sees of a layer, such as 512, or bytes on the "
+        "device, such as 64MB, or 5%% of those of the full cache (default: 1024); several make "
+        "several rows",
+    )
+    parser.add_argument(
+        "--cache-bits", type=int, metavar="N", help="of --cache comb and quantized: 8, 4, 2 or 1"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of --cache: of the questions and texts (0)"
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        help="of --recall: passkey: facts in chunks of their own among plain text; similar: 8 in "
+        "every chunk; continuation: how well novels go on. Of --cache: needle and other questions, "
+        "perplexity: NLL of novels; agreement: of the next token with the full cache (default: "
+        "all)",
+    )
+    parser.add_argument(
+        "--questions",
+        type=console.positive_int,
+        help="of each task and length (default: 100 of --recall, 20 of --cache)",
     )
     parser.add_argument(
         "--histories",
@@ -101,10 +138,15 @@ def _parser() -> console.Parser:
 
 def _main(args: argparse.Namespace) -> None:
     choosing = args.select_layers is not None or args.measure_layers is not None
-    if choosing + (args.recall is not None) + (args.classify is not None) != 1:
+    modes = [x is not None for x in (args.recall, args.classify, args.cache)]
+    if choosing + sum(modes) != 1:
         raise RequestError(
-            "Give --recall, or --classify, or one or both of --select-layers and --measure-layers."
+            "Give --recall, or --cache, or --classify, or one or both of --select-layers and "
+            "--measure-layers."
         )
+    request = _comparison(args) if args.cache is not None else None
+    if request is None:
+        _check_tasks(args.tasks or (), MEASURED, "--recall")
     place = next(p for p in (args.report.absolute(), *args.report.absolute().parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise RequestError(f"{place} is not a folder that can be written; choose another --report.")
@@ -113,6 +155,10 @@ def _main(args: argparse.Namespace) -> None:
     from combkv_jax.evaluation import recall, report
 
     model = load(args.model)
+    if request is not None:
+        from combkv_jax.evaluation.comparison import compare
+
+        return compare(model, request, args.report)
     if args.classify is not None:
         return classify(model, args)
     if args.recall is not None:
@@ -121,9 +167,9 @@ def _main(args: argparse.Namespace) -> None:
             model,
             lengths,
             args.report,
-            task_names=tuple(args.tasks),
+            task_names=tuple(args.tasks or MEASURED),
             histories=args.histories,
-            questions=args.questions,
+            questions=args.questions or QUESTIONS["recall"],
         )
         return
     config = report.decoder_form(model, args.chunk_size)
@@ -141,6 +187,39 @@ def _main(args: argparse.Namespace) -> None:
         print(f"{folder} now keeps the history in layers {listed}.")
     elif best:
         print(f"To use them: python convert_weights.py {args.model} --kept-layers {listed}")
+
+
+def _check_tasks(names, known, mode: str) -> None:
+    for name in names:
+        if name not in known:
+            raise RequestError(
+                f"--tasks {name!r} is not one of {', '.join(known)}, which {mode} has."
+            )
+
+
+def _comparison(args: argparse.Namespace):
+    """What --cache asks for. Raises RequestError for what cannot be, before anything slow."""
+    from combkv_jax.cache.quantize import check_bits
+    from combkv_jax.evaluation import budgets, comparison
+
+    known = comparison.task_names()
+    _check_tasks(args.tasks or (), known, "--cache")
+    caches = [budgets.read_cache(text) for text in args.cache]
+    if args.cache_bits is not None:
+        check_bits(args.cache_bits)
+        caches = budgets.with_bits(caches, args.cache_bits)
+    if not 0 <= args.seed < 2**32:
+        raise RequestError(f"seed is {args.seed}; it must lie in 0..{2**32 - 1}.")
+    return comparison.Request(
+        model=args.model,
+        caches=tuple(caches),
+        budgets=tuple(budgets.Budget.read(text) for text in args.budget),
+        lengths=tuple(dict.fromkeys(args.ctx)),
+        tasks=tuple(dict.fromkeys(args.tasks or known)),
+        questions=args.questions or QUESTIONS["cache"],
+        seed=args.seed,
+        command=shlex.join(["python", "evaluate.py", *args.argv]),
+    )
 
 
 def classify(model, args: argparse.Namespace) -> None:
@@ -163,7 +242,9 @@ def classify(model, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return console.run(_main, _parser(), argv)
+    parser = _parser()
+    parser.set_defaults(argv=sys.argv[1:] if argv is None else argv)
+    return console.run(_main, parser, argv)
 
 
 if __name__ == "__main__":

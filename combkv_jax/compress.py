@@ -19,6 +19,7 @@ from combkv_jax.attention import is_coded
 from combkv_jax.cache import CacheShape, Chunks, History, write
 from combkv_jax.cache.base import take
 from combkv_jax.cache.quantize import GROUP, Quantized, check_bits, quantize
+from combkv_jax.config import CombConfig
 from combkv_jax.errors import RequestError
 from combkv_jax.layers import rotary_frequencies
 from combkv_jax.model import CombLlama
@@ -62,8 +63,7 @@ def compress(
         )
     if chunk_batch is not None and chunk_batch < 1:
         raise RequestError(f"chunk_batch is {chunk_batch}; at least 1 is needed.")
-    if not config.cross_layers:
-        raise RequestError("this model keeps no history: it has no cross layers.")
+    _check_keeps(config)
     lengths = [len(chunk) for row in rows for chunk in row]
     if not all(0 < n <= config.chunk_size for n in lengths):
         bad = next(n for n in lengths if not 0 < n <= config.chunk_size)
@@ -97,6 +97,34 @@ def compress(
     start, end = jnp.zeros((len(rows), 1), jnp.int32), jnp.asarray(count)[:, None]
     kept = [Chunks(key, value, start, end) for key, value in buffers]
     return model.make_history(kept, _sinks(model, rows, history), jnp.asarray(count))
+
+
+def blank(model: CombLlama, tokens: int, bits: int = 16) -> History:
+    """A history of one row whose arrays are those that `tokens` tokens take, and hold nothing: for
+    telling its bytes. Raises RequestError when the model keeps no history."""
+    config, text = model.config, model.config.text
+    _check_keeps(config)
+    capacity, (keys, _) = bucket(tokens), cache_places(model, 1)
+    if bits < 16:
+        buffers = _Coded.create(model, 1, capacity, GROUP, bits).kept
+    else:
+        buffers = _buffers(model, 1, capacity, None)
+    start, end = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), tokens, jnp.int32)
+    sinks = {}
+    if not config.is_original and config.sink_tokens:
+        shape = (1, text.num_key_value_heads, config.sink_tokens, text.head_dim)
+        sinks = {
+            layer: Chunks(*(jnp.zeros(shape, model.dtype, device=keys) for _ in "kv"), start, end)
+            for layer in range(text.num_hidden_layers)
+            if layer not in config.cross_layers
+        }
+    kept = [Chunks(key, value, start, end) for key, value in buffers]
+    return model.make_history(kept, sinks, end[:, 0])
+
+
+def _check_keeps(config: CombConfig) -> None:
+    if not config.cross_layers:
+        raise RequestError("this model keeps no history: it has no cross layers.")
 
 
 def _is_coded(history: History) -> bool:

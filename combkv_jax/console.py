@@ -223,6 +223,12 @@ def print_table(rows: Sequence[Sequence[Any]], header: Sequence[str] | None = No
         print("  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in cells).rstrip())
 
 
+def markdown(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+    """A table for a Markdown file."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -251,31 +257,46 @@ def write_json(path: Path, data: Any) -> None:
     Dataclasses, paths, and NumPy and JAX numbers and arrays are taken; NaN and infinity, which JSON
     does not have, become null. Raises RequestError when the file cannot be written.
     """
+    write_text(path, json.dumps(jsonable(data), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text, all or nothing. Raises RequestError when the file cannot be written."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to be written, which then takes its place (a device or a pipe is written
+    as it is). Raises RequestError when it cannot be written."""
     path = Path(path).resolve()  # what a link leads to is written, and the link stays
-    text = json.dumps(_jsonable(data), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The ending stays, by which some tell what is to be written.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
-            path.write_text(text, encoding="utf-8")
+            yield path
             return
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RequestError(f"{path} cannot be written: {error.strerror}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """`value` as JSON can have it, as `write_json` says."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
+        return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
+        return [jsonable(v) for v in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
-        return _jsonable(value.tolist())
+        return jsonable(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

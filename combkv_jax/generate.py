@@ -205,6 +205,12 @@ def new_cache(
     return Cache(layers, cache.position + position)
 
 
+def check_finite(logits: jax.Array) -> None:
+    """Raises RequestError for a prefill's logits that mean nothing."""
+    if not bool(jnp.all(jnp.isfinite(logits))):
+        raise RequestError("the model's logits are not finite; its weights are damaged.")
+
+
 @dataclasses.dataclass
 class Generation:
     """A generation under way: iterate for the tokens of each step, [B] at a time, or `run` it;
@@ -233,8 +239,7 @@ class Generation:
         """Draws the first token from prefill's logits. The cache passed in is used up."""
         if max_new_tokens < 1:
             raise RequestError(f"max-new-tokens is {max_new_tokens}; at least 1 is needed.")
-        if not bool(jnp.all(jnp.isfinite(logits))):
-            raise RequestError("the model's logits are not finite; its weights are damaged.")
+        check_finite(logits)
         changed, borrowed = cache.split()
         batch = logits.shape[0]
         draw = Draw.of(sampling)

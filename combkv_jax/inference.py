@@ -26,8 +26,6 @@ from combkv_jax.planner import Plan
 from combkv_jax.weights import read_source_config
 
 CACHES = ("comb", *POLICIES)
-CODED = ("comb", "quantized")  # caches that take a number of bits
-FIRST_TOKENS = 4  # that the `window` policy keeps, as in StreamingLLM
 MOST_FILE_BYTES = 2**30  # of one context or batch file
 
 
@@ -151,7 +149,7 @@ def answer(
     longest = max(map(len, prompts))
     if cache != "window":
         _check_positions(lm, cache, longest + max_new_tokens, history)
-    options = {"first": FIRST_TOKENS, "window": window} if cache == "window" else {}
+    options = {"window": window} if cache == "window" else {}
     if cache == "quantized" and bits is not None:
         options = {"bits": bits}
     run = lm.start(

@@ -236,7 +236,7 @@ class LanguageModel:
             raise RequestError(f"max-new-tokens is {max_new_tokens}; at least 1 is needed.")
         capacity = max(map(len, prompts), default=0) + max_new_tokens
         if cache == "tailor":
-            cache_options = self._tailored(max_new_tokens) | (cache_options or {})
+            cache_options = self.tailored(max_new_tokens) | (cache_options or {})
         empty = generation.new_cache(
             self.model,
             capacity,
@@ -250,8 +250,8 @@ class LanguageModel:
             self.model, filled, logits, sampling or Sampling(), self.stop_tokens(), max_new_tokens
         )
 
-    def _tailored(self, max_new_tokens: int) -> dict[str, Any]:
-        """What the `tailor` cache is to know of this model and generation."""
+    def tailored(self, max_new_tokens: int) -> dict[str, Any]:
+        """The options by which the `tailor` cache knows this model and a generation."""
         from combkv_jax.weights import tailored
 
         room = {"generated": max_new_tokens}

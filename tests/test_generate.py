@@ -285,7 +285,7 @@ def test_buckets_are_few_and_waste_at_most_an_eighth():
         (lambda m: new_cache(m, 8, compress(m, [[np.ones(1, int)]] * 2), batch=3), "use 1 or 3"),
         (lambda m: prefill(m, new_cache(m, 8), []), "there are 0 prompts"),
         (lambda m: compress(m, [[], []], history=compress(m, [[np.ones(1, int)]])), "has 1 rows"),
-        (lambda m: new_cache(m, 8, policy="window"), "needs a window of at least 1"),
+        (lambda m: new_cache(m, 8, policy="window", options={"window": 0}), "at least 1"),
         (lambda m: new_cache(m, 8, policy="window", options={"window": 0, "first": 0}), "at least"),
         (lambda m: Sampling(seed=-1), "seed is -1"),
         (lambda m: compress(m, [[np.ones(1, int)]], chunk_batch=-1), "chunk_batch is -1"),

@@ -24,6 +24,7 @@ from combkv_jax.errors import RequestError
 from combkv_jax.layers import rotary_frequencies
 
 __all__ = [
+    "CODED",
     "POLICIES",
     "Banded",
     "Cache",
@@ -60,6 +61,8 @@ POLICIES: dict[str, type[LayerCache]] = {
     "infllm": InfLLM,
     "pqcache": PQCache,
 }
+
+CODED = ("comb", "quantized")  # caches that are told in how many bits to keep numbers
 
 
 def create_cache(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,38 @@ class LayerCache:
 
     A policy implements `create`, `prefill`, `append` and `attend`. Rows are ragged: each has its
     own count of tokens, and the `lengths` of a prefill say how many of the T new ones are real.
+
+    defaults: the policy's options. sizes: those that say how many of a layer's tokens a decoded
+    query sees; beside: those of tokens that it sees whatever `sizes` are; unit: that of the tokens
+    that are only seen together. What keeps all tokens and shows them has no sizes.
     """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    sizes: ClassVar[tuple[str, ...]] = ()
+    beside: ClassVar[tuple[str, ...]] = ()
+    unit: ClassVar[str | None] = None
+    in_tokens: ClassVar[bool] = True  # what `sized` counts
+
+    @classmethod
+    def sized(cls, size: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options `given`, and with them those sizes with which a decoded query sees `size`
+        tokens of a layer, or as many fewer as make whole units: shared out in equal parts. Where
+        `size` is too small for the policy, its `create` refuses them."""
+        options = {**cls.defaults, **given}
+        free = [name for name in cls.sizes if name not in given]
+        fixed = [*cls.beside, *(name for name in cls.sizes if name in given)]
+        left = size - sum(options[name] for name in fixed)
+        unit = options[cls.unit] if cls.unit else 1
+        shares = {}
+        for parts, name in zip(range(len(free), 0, -1), free, strict=True):
+            shares[name] = left // parts // unit * unit
+            left -= shares[name]
+        return {**given, **shares}
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of keys and values that a decoded query brings from the host, at most."""
+        return 0
 
     @classmethod
     def create(cls, shape: CacheShape) -> Self:
@@ -102,9 +133,12 @@ class CacheShape:
         """A count for each row, int32 [B], at zero."""
         return jnp.zeros(self.batch, jnp.int32, device=self.small)
 
-    def settings(self, policy: str, **defaults: int | tuple[int, ...]) -> tuple[Any, ...]:
+    def settings(
+        self, policy: str, *, least: Mapping[str, int] | None = None, **defaults: Any
+    ) -> tuple[Any, ...]:
         """The policy's options in the order of `defaults`, which stand for those not given: whole
-        numbers of at least 1, or, where the default is a tuple, numbers of layers.
+        numbers of at least 1 (or what `least` says), or, where the default is a tuple, numbers of
+        layers.
 
         Raises RequestError for an option the policy has not, and for one that is nothing of that
         kind.
@@ -115,10 +149,10 @@ class CacheShape:
                 raise RequestError(f"the {policy} cache has no option {name!r}; it takes {known}.")
             if isinstance(defaults[name], tuple):
                 self._check_layers(f"{name} of the {policy} cache", value)
-            elif not _is_whole(value) or value < 1:
+            elif not _is_whole(value) or value < (least or {}).get(name, 1):
                 raise RequestError(
                     f"{name} of the {policy} cache is {value!r}; it must be a whole number of at "
-                    "least 1."
+                    f"least {(least or {}).get(name, 1)}."
                 )
         return tuple(
             tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
@@ -184,10 +218,12 @@ def full_cache_bytes(config: LlamaConfig, tokens: int, dtype: Any) -> int:
 
 
 def nbytes(tree: Any) -> dict[str, int]:
-    """Bytes of a cache's live arrays by place, measured from the arrays: {"device", "host"}."""
+    """Bytes of a cache's arrays by place, live ones or such as are traced (which take no memory):
+    {"device", "host"}."""
     total = {"device": 0, "host": 0}
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
-            kind = getattr(leaf.sharding, "memory_kind", None) or "device"
-            total["host" if kind == "pinned_host" else "device"] += leaf.nbytes
+            kind = jax.typeof(leaf)
+            place = "host" if kind.memory_space == jax.memory.Space.Host else "device"
+            total[place] += kind.size * kind.dtype.itemsize
     return total

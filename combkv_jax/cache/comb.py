@@ -45,6 +45,15 @@ class Comb(LayerCache):
     sinks: Chunks | None = None
     nearby: LayerCache | None = None
 
+    # Not of `create`, but of those who make one: the newest tokens that are kept whole, and the
+    # bits in which the history is kept.
+    defaults = {"window": 1024, "bits": 16}
+    sizes = ("window",)
+
+    @property
+    def fetched(self):
+        return self.recent.fetched
+
     def prefill(self, query, key, value, lengths):
         return self.extend(query, key, value, lengths)
 

@@ -30,10 +30,13 @@ class H2O(LayerCache):
     count: jax.Array  # int32 [B], tokens so far
     recent: int = dataclasses.field(metadata={"static": True})
 
+    defaults = {"heavy": 512, "recent": 512}
+    sizes = ("heavy", "recent")
+
     @classmethod
     def create(cls, shape: CacheShape) -> H2O:
         """options: heavy and recent, tokens kept of each kind (512 and 512)."""
-        heavy, recent = shape.settings("h2o", heavy=512, recent=512)
+        heavy, recent = shape.settings("h2o", **cls.defaults)
         recent = min(recent, shape.capacity)
         slots = recent + max(1, min(heavy, shape.capacity - recent))
         return cls(

@@ -36,15 +36,16 @@ class InfLLM(Offloaded):
     window: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
     representatives: int = dataclasses.field(metadata={"static": True})
-    fetched: int = dataclasses.field(metadata={"static": True})  # blocks a query fetches
+    best: int = dataclasses.field(metadata={"static": True})  # blocks a query fetches
+
+    defaults = {"first": 128, "window": 256, "block": 128, "representatives": 4, "top": 640}
+    sizes, beside, unit = ("top",), ("first", "window"), "block"
 
     @classmethod
     def create(cls, shape: CacheShape) -> InfLLM:
         """options: first (128 tokens), window (256), block (128 tokens), representatives (4 a
         block) and top (640 tokens fetched, in whole blocks)."""
-        first, window, block, representatives, top = shape.settings(
-            "infllm", first=128, window=256, block=128, representatives=4, top=640
-        )
+        first, window, block, representatives, top = shape.settings("infllm", **cls.defaults)
         slots = min(window + block, shape.capacity)
         # One that nobody fetches, where there is room for none.
         blocks = max((shape.capacity - first - window) // block, 1)
@@ -57,7 +58,7 @@ class InfLLM(Offloaded):
             window=window,
             block=block,
             representatives=min(representatives, block),
-            fetched=min(-(-top // block), blocks),
+            best=min(-(-top // block), blocks),
         )
 
     def prefill(self, query, key, value, lengths):
@@ -83,6 +84,9 @@ class InfLLM(Offloaded):
         gained = jnp.where(is_near[:, None], gained, 0.0)[..., None]
         return attended, dataclasses.replace(kept, mass=kept.mass + gained)
 
+    def _fetches(self):
+        return self.best * self.block
+
     def choose(self, query):
         score = jnp.einsum(
             "bkd,bknd->bkn",
@@ -92,11 +96,11 @@ class InfLLM(Offloaded):
         )
         blocks = self._blocks()
         told = jnp.arange(score.shape[2]) < blocks[:, None]
-        best = jax.lax.top_k(jnp.where(told[:, None], score, -jnp.inf), self.fetched)[1]
+        best = jax.lax.top_k(jnp.where(told[:, None], score, -jnp.inf), self.best)[1]
         token = self._tokens(best).reshape(*best.shape[:2], -1)
         # What counts for nothing must lie within the host's tokens all the same.
         token = jnp.minimum(token, self.host_key.shape[2] - 1)
-        return token, jnp.minimum(blocks, self.fetched) * self.block
+        return token, jnp.minimum(blocks, self.best) * self.block
 
     def _attend_ring(self, query) -> Attended:
         """Blocks leave the ring as a whole, so what is seen of it is an interval that may go round

@@ -49,6 +49,15 @@ class Offloaded(LayerCache):
         of them count, [B]. They lie behind the first ones and before `_oldest`."""
         raise NotImplementedError
 
+    def _fetches(self) -> int:
+        """How many tokens of each KV head those are, at most."""
+        raise NotImplementedError
+
+    @property
+    def fetched(self):
+        batch, heads, slots, dim = self.key.shape
+        return 2 * self._fetches() * batch * heads * dim * self.key.dtype.itemsize
+
     def prefill(self, query, key, value, lengths):
         step = jnp.arange(key.shape[1])
         index = self.count[:, None] + step  # [B, T]

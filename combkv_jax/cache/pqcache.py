@@ -41,13 +41,14 @@ class PQCache(Offloaded):
     top: int = dataclasses.field(metadata={"static": True})
     iterations: int = dataclasses.field(metadata={"static": True})
 
+    defaults = {"first": 64, "window": 64, "top": 896, "parts": 2, "bits": 6, "iterations": 8}
+    sizes, beside = ("top",), ("first", "window")
+
     @classmethod
     def create(cls, shape: CacheShape) -> PQCache:
         """options: first (64 tokens), window (64), top (896 tokens fetched), parts (2, of which
         each key is made), bits (6, of a part's code) and iterations (8, of k-means)."""
-        first, window, top, parts, bits, iterations = shape.settings(
-            "pqcache", first=64, window=64, top=896, parts=2, bits=6, iterations=8
-        )
+        first, window, top, parts, bits, iterations = shape.settings("pqcache", **cls.defaults)
         if shape.head_dim % parts:
             raise RequestError(
                 f"parts of the pqcache cache is {parts}; it must divide the {shape.head_dim} "
@@ -77,6 +78,9 @@ class PQCache(Offloaded):
             learned=jnp.where(anew, kept.count, self.learned),
         )
         return attended, learned._coded(jnp.where(anew, 0, self.count))
+
+    def _fetches(self):
+        return self.top
 
     def choose(self, query):
         centroids = self._parts(self.centroids)  # [B, K, C, parts, d]

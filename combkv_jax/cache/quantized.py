@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from combkv_jax.attention import Attended, attention, merge
 from combkv_jax.cache.base import CacheShape, LayerCache, newest, take, write
 from combkv_jax.cache.full import Full
-from combkv_jax.cache.quantize import Quantized, check_bits, quantize
+from combkv_jax.cache.quantize import CODED_BITS, Quantized, check_bits, quantize
 
 BLOCK = 128  # tokens coded together, and the fewest newest ones held in full
 
@@ -33,10 +33,18 @@ class QuantizedTokens(LayerCache):
     value: jax.Array
     count: jax.Array  # int32 [B]
 
+    defaults = {"bits": 4}
+    sizes, in_tokens = ("bits",), False
+
+    @classmethod
+    def sized(cls, size, given):
+        """With the most bits that numbers can be kept in, up to `size`."""
+        return {"bits": max((b for b in (*CODED_BITS, 16) if b <= size), default=0), **given}
+
     @classmethod
     def create(cls, shape: CacheShape) -> LayerCache:
         """options: bits (4); with 16 nothing is coded, and the cache is `full`."""
-        (bits,) = shape.settings("quantized", bits=4)
+        (bits,) = shape.settings("quantized", **cls.defaults)
         check_bits(bits)
         if bits == 16:
             return Full.create(shape)

@@ -28,10 +28,13 @@ class Quest(LayerCache):
     high: jax.Array
     pages: int = dataclasses.field(metadata={"static": True})  # read by a query
 
+    defaults = {"budget": 1024, "page": 16}
+    sizes, unit = ("budget",), "page"
+
     @classmethod
     def create(cls, shape: CacheShape) -> Quest:
         """options: budget (1024 tokens read, in whole pages) and page (16 tokens)."""
-        budget, page = shape.settings("quest", budget=1024, page=16)
+        budget, page = shape.settings("quest", **cls.defaults)
         pages = -(-shape.capacity // page)
         return cls(
             Full.create(dataclasses.replace(shape, capacity=pages * page)),

@@ -35,13 +35,14 @@ class SnapKV(LayerCache):
     budget: int = dataclasses.field(metadata={"static": True})
     kernel: int = dataclasses.field(metadata={"static": True})
 
+    defaults = {"budget": 1024, "window": 32, "kernel": 5, "generated": 1024}
+    sizes = ("budget",)
+
     @classmethod
     def create(cls, shape: CacheShape) -> SnapKV:
         """options: budget (1024 tokens, the window included), window (32 queries), kernel (5
         tokens, odd) and generated (1024 tokens, room for them)."""
-        budget, window, kernel, generated = shape.settings(
-            "snapkv", budget=1024, window=32, kernel=5, generated=1024
-        )
+        budget, window, kernel, generated = shape.settings("snapkv", **cls.defaults)
         if budget <= window:
             raise RequestError(
                 f"budget of the snapkv cache is {budget}; it must be larger than its window of "

@@ -50,20 +50,24 @@ class Tailor(Offloaded):
     channels: int = dataclasses.field(metadata={"static": True})
     ahead: Ahead | None = None  # between `expect` and `extend`
 
+    defaults = {
+        "quantized": (0,),
+        "bits": 2,
+        "first": 64,
+        "window": 64,
+        "top": 896,
+        "channels": 12,
+        "generated": 1024,
+    }
+    sizes, beside = ("top",), ("first", "window")
+
     @classmethod
     def create(cls, shape: CacheShape) -> LayerCache:
         """options: quantized (layers, (0,) as measured for Llama-3.1-8B), which hold all tokens in
         so many bits (2); of the others first (64 tokens), window (64), top (896 tokens fetched),
         channels (12) and generated (1024 tokens, room for them)."""
         quantized, bits, first, window, top, channels, generated = shape.settings(
-            "tailor",
-            quantized=(0,),
-            bits=2,
-            first=64,
-            window=64,
-            top=896,
-            channels=12,
-            generated=1024,
+            "tailor", **cls.defaults
         )
         check_bits(bits)
         if shape.layer in quantized:
@@ -96,6 +100,9 @@ class Tailor(Offloaded):
         entry = self.expect(lambda: query) if self.ahead is None else self
         entry = entry._with(key, value)
         return entry.attend(query), dataclasses.replace(entry, ahead=None)
+
+    def _fetches(self):
+        return self.top
 
     def choose(self, query):
         channel, keys = self._fetch(query) if self.ahead is None else self.ahead

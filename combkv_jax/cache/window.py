@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from combkv_jax.attention import Attended, attention, merge
 from combkv_jax.cache.base import CacheShape, LayerCache, newest, take, write
-from combkv_jax.errors import RequestError
 from combkv_jax.layers import rotate
 
 
@@ -30,14 +29,13 @@ class Window(LayerCache):
     count: jax.Array  # int32 [B], tokens so far
     rotary: jax.Array  # [D / 2]
 
+    defaults = {"first": 4, "window": 1024}
+    sizes, beside = ("window",), ("first",)
+
     @classmethod
     def create(cls, shape: CacheShape) -> Window:
-        window, first = (shape.options.get(name, -1) for name in ("window", "first"))
-        if window < 1 or first < 0:
-            raise RequestError(
-                f"the window cache was given {shape.options}; it needs a window of at least 1 and "
-                "a count of first tokens."
-            )
+        """options: first (4 tokens, as in the paper) and window (the 1024 newest)."""
+        first, window = shape.settings("window", least={"first": 0}, **cls.defaults)
         return cls(
             shape.empty(first),
             shape.empty(first),

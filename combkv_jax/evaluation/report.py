@@ -133,9 +133,7 @@ def judge(
             },
         },
     )
-    lines = [header, ["---"] * len(header), *body]
-    text = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    (folder / "judged.md").write_text(text, encoding="utf-8")
+    console.write_text(folder / "judged.md", console.markdown(body, header))
     console.print_table(body, header)
     return results
 

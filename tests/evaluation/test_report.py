@@ -133,7 +133,7 @@ def test_the_original_form_has_nothing_to_choose(small, capsys, monkeypatch):
         (["--select-layers", "--report", __file__], "is not a folder"),
         (["--select-layers", "5", "--model", "native"], "5 layers"),
         (["--select-layers", "--chunk-size", "30", "--model", "native"], "chunk_size is 30"),
-        (["--tasks", "needle"], "--tasks"),
+        (["--recall", "--tasks", "needle"], "'needle' is not one of passkey, similar"),
     ],
 )
 def test_wrong_requests_are_one_sentence(arguments, said, small, capsys):
