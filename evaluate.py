@@ -119,6 +119,14 @@ def _parser() -> console.Parser:
         "all)",
     )
     parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help="of --cache: questions with contexts, from a .jsonl or .parquet file, a folder of "
+        "these, or the hub (such as LongBench's OWNER/NAME:CONFIG); without --tasks only these",
+    )
+    parser.add_argument(
         "--questions",
         type=console.positive_int,
         help="of each task and length (default: 100 of --recall, 20 of --cache)",
@@ -144,6 +152,8 @@ def _main(args: argparse.Namespace) -> None:
             "Give --recall, or --cache, or --classify, or one or both of --select-layers and "
             "--measure-layers."
         )
+    if args.data and args.cache is None:
+        raise RequestError("--data is compared by --cache; give that too.")
     request = _comparison(args) if args.cache is not None else None
     if request is None:
         _check_tasks(args.tasks or (), MEASURED, "--recall")
@@ -215,7 +225,7 @@ def _comparison(args: argparse.Namespace):
         caches=tuple(caches),
         budgets=tuple(budgets.Budget.read(text) for text in args.budget),
         lengths=tuple(dict.fromkeys(args.ctx)),
-        tasks=tuple(dict.fromkeys(args.tasks or known)),
+        tasks=tuple(dict.fromkeys([*(args.tasks or ([] if args.data else known)), *args.data])),
         questions=args.questions or QUESTIONS["cache"],
         seed=args.seed,
         command=shlex.join(["python", "evaluate.py", *args.argv]),

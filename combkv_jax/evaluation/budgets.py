@@ -120,11 +120,12 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A cache with all of its options, for contexts of `tokens`."""
+    """A cache with all of its options, for contexts of `tokens` and `room` tokens behind them."""
 
     policy: str
     options: Mapping[str, Any]
     tokens: int
+    room: int = ROOM
 
     @property
     def recent(self) -> int:
@@ -134,11 +135,11 @@ class Setting:
         return min(self.options["window"], self.tokens)
 
     def empty(self, lm: LanguageModel, history: History | None) -> Cache:
-        """With room for the context, or what is not in the history of it, and ROOM tokens."""
+        """With room for the context, or what is not in the history of it, and `room` tokens."""
         if self.policy == "comb":
-            return new_cache(lm.model, self.recent + ROOM, history)
+            return new_cache(lm.model, self.recent + self.room, history)
         options = dict(self.options)
-        return new_cache(lm.model, self.tokens + ROOM, policy=self.policy, options=options)
+        return new_cache(lm.model, self.tokens + self.room, policy=self.policy, options=options)
 
     def nbytes(self, lm: LanguageModel) -> dict[str, int]:
         """As `measure`, of such a cache that is not made. Raises RequestError for options that the
@@ -170,7 +171,9 @@ def measure(cache: Cache) -> dict[str, int]:
     return nbytes(cache) | {"fetched": sum(entry.fetched for entry in cache.layers)}
 
 
-def settle(lm: LanguageModel, asked: Asked, budget: Budget, tokens: int) -> Setting:
+def settle(
+    lm: LanguageModel, asked: Asked, budget: Budget, tokens: int, room: int = ROOM
+) -> Setting:
     """The cache for contexts of `tokens` with all its options: the sizes that were not given are
     the largest that keep to the budget.
 
@@ -181,12 +184,12 @@ def settle(lm: LanguageModel, asked: Asked, budget: Budget, tokens: int) -> Sett
     """
     policy, given = CACHES[asked.policy], dict(asked.given)
     if "generated" in policy.defaults:
-        given = {"generated": ROOM, **given}
+        given = {"generated": room, **given}
     if asked.policy == "tailor":
-        given = {**lm.tailored(ROOM), **given}
+        given = {**lm.tailored(room), **given}
 
     def setting(options: Mapping[str, Any]) -> Setting:
-        return Setting(asked.policy, {**policy.defaults, **options}, tokens)
+        return Setting(asked.policy, {**policy.defaults, **options}, tokens, room)
 
     def sized(size: int) -> Setting:
         return setting(policy.sized(size, given))
@@ -194,7 +197,7 @@ def settle(lm: LanguageModel, asked: Asked, budget: Budget, tokens: int) -> Sett
     full = full_cache_bytes(lm.config.text, tokens, lm.model.dtype)
     options = {**policy.defaults, **given}
     least = sum(options[name] for name in policy.beside)
-    most = max(tokens + ROOM, least + (options[policy.unit] if policy.unit else 1))
+    most = max(tokens + room, least + (options[policy.unit] if policy.unit else 1))
     is_free = any(name not in given for name in policy.sizes)
     holds = budget.holds(tokens, full)
     if not is_free or (budget.unit == "tokens" and not policy.in_tokens and not holds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ import numpy as np
 from combkv_jax import console
 from combkv_jax.cache import full_cache_bytes
 from combkv_jax.errors import RequestError
-from combkv_jax.evaluation import cases, comparison_report, reading, tasks
-from combkv_jax.evaluation.budgets import ROOM, Asked, Budget, Setting, settle
+from combkv_jax.evaluation import cases, comparison_report, longbench, reading, tasks
+from combkv_jax.evaluation.budgets import Asked, Budget, Setting, settle
 from combkv_jax.evaluation.cases import Case
 from combkv_jax.evaluation.cells import Cells
 from combkv_jax.evaluation.reading import Reading
@@ -31,8 +32,9 @@ BINS = 8  # of them, by position
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compare. lengths: tokens of context. tasks: of `task_names`. questions: of each task
-    at each length. model: as it was named, and command: for the report."""
+    """What to compare. lengths: tokens of context. tasks: of `task_names`, and data sets as
+    `longbench.dataset_cases` takes them. questions: of each of these at each length. model: as it
+    was named, and command: for the report."""
 
     model: str
     caches: tuple[Asked, ...]
@@ -51,12 +53,20 @@ def task_names() -> tuple[str, ...]:
 
 def compare(lm: LanguageModel, request: Request, folder: Path) -> None:
     """Measures the cells that are not in `folder` yet, prints the tables and writes the report."""
-    rows = {tokens: settings(lm, request, tokens) for tokens in request.lengths}
+    made = {
+        tokens: {
+            task: _cases(lm, request, task, tokens) for task in request.tasks if task not in TEXT
+        }
+        for tokens in request.lengths
+    }
+    every = [case for some in made.values() for several in some.values() for case in several]
+    room = reading.room(question for case in every for question in case.questions)
+    rows = {tokens: settings(lm, request, tokens, room) for tokens in request.lengths}
     cells = Cells(folder, _identity(lm, request))
     for number, tokens in enumerate(rows):
         if number:  # programs of another length are not needed again
             jax.clear_caches()
-        _Length(lm, request, tokens, cells).measure(rows[tokens])
+        _Length(lm, request, tokens, room, made[tokens], cells).measure(rows[tokens])
     found = [
         cells.get(key(row, task))
         for some in rows.values()
@@ -66,9 +76,9 @@ def compare(lm: LanguageModel, request: Request, folder: Path) -> None:
     comparison_report.write(folder, request.command, found)
 
 
-def settings(lm: LanguageModel, request: Request, tokens: int) -> list[Setting]:
-    """The caches with all their options at one length, each once. Raises RequestError for what
-    cannot be."""
+def settings(lm: LanguageModel, request: Request, tokens: int, room: int) -> list[Setting]:
+    """The caches with all their options at one length and `room` tokens more, each once. Raises
+    RequestError for what cannot be."""
     rows: list[Setting] = []
     full = full_cache_bytes(lm.config.text, tokens, lm.model.dtype)
     for budget in request.budgets:
@@ -79,25 +89,25 @@ def settings(lm: LanguageModel, request: Request, tokens: int) -> list[Setting]:
             )
     for asked in request.caches:
         for budget in request.budgets:
-            row = settle(lm, asked, budget, tokens)
+            row = settle(lm, asked, budget, tokens, room)
             if row not in rows:
                 rows.append(row)
     for row in rows:
         _check_positions(lm, row, f"the {row.policy} cache")
     if "agreement" in request.tasks:
-        _check_positions(lm, Setting("full", {}, tokens), "agreement with the full cache")
+        _check_positions(lm, Setting("full", {}, tokens, room), "agreement with the full cache")
     return rows
 
 
 def _check_positions(lm: LanguageModel, row: Setting, what: str) -> None:
     limit = lm.config.text.max_position_embeddings
-    needed = row.recent + ROOM
+    needed = row.recent + row.room
     if row.recent < row.tokens:
         needed += int(lm.model.recent_offset(np.int32(row.tokens)))
     if row.policy != "window" and needed > limit:
         raise RequestError(
-            f"{what} needs {needed} positions for {row.tokens} tokens and {ROOM} behind them; this "
-            f"model has {limit}, so use a smaller --ctx."
+            f"{what} needs {needed} positions for {row.tokens} tokens and {row.room} behind them; "
+            f"this model has {limit}, so use a smaller --ctx."
         )
 
 
@@ -123,13 +133,39 @@ def _identity(lm: LanguageModel, request: Request) -> dict[str, Any]:
     }
 
 
-class _Length:
-    """The cells of one length."""
+def _begin(lm: LanguageModel) -> np.ndarray:
+    """A first token, where the tokenizer has one."""
+    return lm.tokens("", special=True)
 
-    def __init__(self, lm: LanguageModel, request: Request, tokens: int, cells: Cells):
-        self.lm, self.request, self.tokens, self.cells = lm, request, tokens, cells
-        self.begin = lm.tokens("", special=True)  # a first token, where the tokenizer has one
-        self.full = Setting("full", {}, tokens)
+
+def _cases(lm: LanguageModel, request: Request, task: str, tokens: int) -> list[Case]:
+    """Of a task that asks questions, the same for the same seed: contexts of `tokens` tokens, or
+    fewer where a data set has no more."""
+    make = cases.TASKS.get(task) or functools.partial(longbench.dataset_cases, task)
+    begin = _begin(lm)
+    rng = np.random.default_rng([request.seed, tokens, *task.encode()])
+    ask = {"tokens": tokens - len(begin), "count": request.questions, "rng": rng}
+    return [
+        dataclasses.replace(case, tokens=np.concatenate([begin, case.tokens]))
+        for case in make(encode=lm.tokens, **ask)
+    ]
+
+
+class _Length:
+    """The cells of one length. made: the cases of each task that asks questions."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: Request,
+        tokens: int,
+        room: int,
+        made: dict[str, list[Case]],
+        cells: Cells,
+    ):
+        self.lm, self.request, self.tokens = lm, request, tokens
+        self.made, self.cells = made, cells
+        self.full = Setting("full", {}, tokens, room)
         self.full_bytes = self.full.nbytes(lm)["device"]
         self.expected: list[np.ndarray] = []  # of each page, logits behind the full cache
 
@@ -137,8 +173,6 @@ class _Length:
         """Adds what is missing."""
         missing = [(row, task) for row in rows for task in self.request.tasks]
         missing = [(row, task) for row, task in missing if key(row, task) not in self.cells]
-        asked = dict.fromkeys(task for _, task in missing if task not in TEXT)
-        made = {task: self.cases(task) for task in asked}
         pages = self.pages() if any(task in TEXT for _, task in missing) else []
         # Of each row its tasks about questions, and at once those about texts.
         work: list[tuple[Setting, list[str]]] = []
@@ -147,41 +181,29 @@ class _Length:
             work += [(row, [task]) for task in left if task not in TEXT]
             texts = [task for task in left if task in TEXT]
             work += [(row, texts)] if texts else []
-        reads = sum(len(made.get(names[0], pages)) for _, names in work)
+        reads = sum(len(self.made.get(names[0], pages)) for _, names in work)
         with console.progress(reads * self.tokens, f"{self.tokens} tokens") as advance:
             for row, names in work:
-                if names[0] in made:
-                    found = {names[0]: self._questions(row, made[names[0]], advance)}
+                if names[0] in self.made:
+                    found = {names[0]: self._questions(row, self.made[names[0]], advance)}
                 else:
                     found = self._texts(row, names, pages, advance)
                 for task, cell in found.items():
                     self.cells.add({**key(row, task), **cell})
 
-    def cases(self, task: str) -> list[Case]:
-        """Of a task about questions, the same for the same seed. (Tasks from elsewhere, such as
-        data sets, would be made here.)"""
-        rng = np.random.default_rng([self.request.seed, self.tokens, *task.encode()])
-        room = self.tokens - len(self.begin)
-        made = cases.TASKS[task](self.lm.tokens, rng, room, self.request.questions)
-        for case in made:
-            reading.check(case.questions)
-        return [
-            dataclasses.replace(case, tokens=np.concatenate([self.begin, case.tokens]))
-            for case in made
-        ]
-
     def pages(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(context, what follows it and one token more) of places in the novels for judging."""
+        begin = _begin(self.lm)
         made = tasks.text_cases(
             self.lm.tokens,
             self.request.seed,
             "judge",
             cases=PAGES,
             chunks=1,
-            chunk_size=self.tokens - len(self.begin),
+            chunk_size=self.tokens - len(begin),
             next_tokens=NEXT,
         )
-        return [(np.concatenate([self.begin, *case.chunks]), case.tokens) for case in made]
+        return [(np.concatenate([begin, *case.chunks]), case.tokens) for case in made]
 
     def _questions(self, row: Setting, made: Sequence[Case], advance) -> dict[str, Any]:
         """The cell of a task about questions."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class Reading:
         copies that take no more room than one full cache."""
         own = sum(nbytes(self.changed).values())
         dtype, text = self.lm.model.dtype, self.lm.config.text
-        full = full_cache_bytes(text, self.setting.tokens + ROOM, dtype)
+        full = full_cache_bytes(text, self.setting.tokens + self.setting.room, dtype)
         # Powers of two, so that few counts compile anew.
         most = 1 << (max(1, full // own).bit_length() - 1)
         rows = min(most, 1 << (len(questions) - 1).bit_length())
@@ -117,15 +117,18 @@ class Reading:
         return 2 * BLOCK / (time.perf_counter() - begin)
 
 
-def check(questions: Sequence[Question]) -> None:
-    """Raises RequestError for questions that cannot be asked."""
+def room(questions: Iterable[Question]) -> int:
+    """The tokens that a cache needs behind a context for any of these questions: ROOM, or as many
+    times that as are needed. Raises RequestError for questions that cannot be asked."""
+    most = 0
     for question in questions:
-        size = len(question.prompt) + question.new_tokens
-        if len(question.prompt) < 2 or question.new_tokens < 1 or size > ROOM - BLOCK:
+        if len(question.prompt) < 2 or question.new_tokens < 1:
             raise RequestError(
-                f"a question has {len(question.prompt)} tokens and its answer {question.new_tokens}"
-                f"; at least 2 and 1 are needed, and at most {ROOM - BLOCK} in all."
+                f"a question has {len(question.prompt)} tokens and its answer "
+                f"{question.new_tokens}; at least 2 and 1 are needed."
             )
+        most = max(most, len(question.prompt) + question.new_tokens + BLOCK)
+    return max(1, -(-most // ROOM)) * ROOM
 
 
 @functools.partial(jax.jit, donate_argnames="changed")

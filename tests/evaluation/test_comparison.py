@@ -20,6 +20,7 @@ from combkv_jax.language_model import LanguageModel
 from tests import text
 
 TOKENS = 93
+NEEDLE = cases.TASKS["needle"]
 NAMES = ["needle", "perplexity", "agreement"]
 # In a model of one layer, which tailor is not to code.
 ASKED = ["tailor:quantized=none" if name == "tailor" else name for name in CACHES]
@@ -49,7 +50,7 @@ def put_small(lm, patch):
     patch.setattr(generate, "SEGMENT", 32)  # a context's parts are as wide as a question
     patch.setattr(comparison, "PAGES", 2)
     patch.setattr(comparison, "NEXT", 32)
-    patch.setattr(comparison.cases, "TASKS", {"needle": cases.needle})
+    patch.setattr(comparison.cases, "TASKS", {"needle": NEEDLE})
 
 
 def arguments(folder, *more, caches=ASKED, budget="100%"):
@@ -268,7 +269,28 @@ def test_wrong_requests_are_one_sentence(asked, said, tmp_path, capsys):
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize(("size", "new"), [(1, 3), (9, 0), (200, 49)])
+@pytest.mark.parametrize(("size", "new"), [(1, 3), (9, 0)])
 def test_questions_that_cannot_be_asked_are_refused(size, new):
     with pytest.raises(ValueError, match=f"has {size} tokens and its answer {new}"):
-        reading.check([Question(np.zeros(size, np.int32), new, float)])
+        reading.room([Question(np.zeros(size, np.int32), new, float)])
+
+
+def test_longer_questions_get_more_room():
+    def room(size, new):
+        return reading.room([Question(np.zeros(size, np.int32), new, float)] * 2)
+
+    assert room(200, 48) == budgets.ROOM
+    assert room(200, 49) == room(300, 200) == 2 * budgets.ROOM
+
+
+def test_a_file_of_questions_is_compared_too(tmp_path):
+    data, folder = tmp_path / "set.jsonl", tmp_path / "report"
+    records = [
+        {"context": "It rained." * n, "input": "Did it?", "answers": ["Yes"]} for n in (3, 30)
+    ]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    asked = ["--cache", "full", "--ctx", str(TOKENS), "--report", str(folder)]
+    assert evaluate.main([*asked, "--data", str(data)]) == 0
+    _, cell = lines(folder)
+    assert (cell["task"], cell["asked"], cell["tokens"]) == (str(data), 2, TOKENS)
+    assert 0 <= cell["score"] <= 1
