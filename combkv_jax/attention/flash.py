@@ -10,7 +10,6 @@ the parts merged exactly by their log-sum-exp.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -19,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from combkv_jax.attention.source import Source, is_coded
+from combkv_jax.attention.source import Source, check_16_bit
 from combkv_jax.attention.xla import fold, unfold
 
 ROWS = 64  # of one warp group: what a wgmma instruction multiplies at once
@@ -34,12 +33,7 @@ NOTHING = -1e30  # the maximum of no logits: finite, so that no difference of tw
 
 def check(query: jax.Array, key: Source, value: Source) -> None:
     """Raises NotImplementedError, with the reason, for what this kernel does not take."""
-    if is_coded(key) or is_coded(value):
-        raise NotImplementedError("it reads arrays only, not coded keys and values")
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(d) for d in ("bfloat16", "float16")}:
-        named = ", ".join(sorted(d.name for d in dtypes))
-        raise NotImplementedError(f"it multiplies bfloat16 or float16 alone, not {named}")
+    check_16_bit(query, key, value)
     if query.shape[3] not in (64, 128):
         raise NotImplementedError(f"head_dim is {query.shape[3]}, and it takes 64 or 128")
     keys = key.shape[2]

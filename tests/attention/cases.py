@@ -1,4 +1,4 @@
-"""One list of cases for every implementation of attention, and a float64 softmax to compare with."""
+"""One list of cases for all implementations of attention, and a float64 softmax to compare with."""
 
 from __future__ import annotations
 

@@ -30,16 +30,33 @@ needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"),
     reason=f"jax {jax.__version__} has no public interpreter of GPU kernels; 0.11 has",
 )
-HOPPER = AbstractMesh(
-    (), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-)
+
+
+def on(gpu: str):
+    """A context in which the device is that GPU of the planner's table."""
+    chosen = planner.find_gpu(gpu)
+    device = AbstractDevice(chosen.device, num_cores=chosen.cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def interpreted(function, *arrays):
     """What the kernels in it compute, on the CPU, with every access to memory watched."""
     params = plgpu.InterpretGPUParams(detect_races=True)
-    with plgpu.force_gpu_interpret_mode(params), use_abstract_mesh(HOPPER):
+    with plgpu.force_gpu_interpret_mode(params), on("h100"):
         return jax.block_until_ready(jax.jit(function)(*arrays))
+
+
+def abstract(query, key):
+    """The arguments of attention for a query and a key of these shapes, on an H200 that is not
+    there."""
+    where = NamedSharding(planner.gpu_mesh("h200"), PartitionSpec())
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    query, key = (array(shape, jnp.bfloat16) for shape in (query, key))
+    bound = array(query.shape[:2], jnp.int32)
+    return query, key, key, bound, bound
 
 
 @needs_interpreter
@@ -78,17 +95,10 @@ def ptxas(text: str, folder: Path) -> str:
 def test_compiled_for_llama_8b_on_an_h200(queries, monkeypatch, capfd, tmp_path):
     """Compiling fails where the shared memory does not suffice."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    where = NamedSharding(planner.gpu_mesh("h200"), PartitionSpec())
-
-    def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-    key = array(1, 8, 131072, 128)
-    bound = array(1, queries, dtype=jnp.int32)
-    arrays = (array(1, queries, 32, 128), key, key, bound, bound)
+    arrays = abstract((1, queries, 32, 128), (1, 8, 131072, 128))
     used = jax.jit(flash.attention).lower(*arrays).compile().memory_analysis()
     # Keys and values are read where they lie: beside them there are the parts of the result.
-    assert used.temp_size_in_bytes < 0.02 * 2 * key.size * 2
+    assert used.temp_size_in_bytes < 0.02 * 2 * arrays[1].size * 2
     ptx = capfd.readouterr().out
     assert "wgmma.mma_async" in ptx
     said = ptxas(ptx, tmp_path)
