@@ -14,11 +14,11 @@ from collections.abc import Callable
 import jax
 
 from combkv_jax.attention import reference, xla
-from combkv_jax.attention.source import Source
+from combkv_jax.attention.source import Source, is_coded
 from combkv_jax.errors import RequestError
 
 ANYWHERE = {"xla": xla, "reference": reference}
-GPU = {"pallas": "flash", "cudnn": "cudnn"}  # the module of each, in the order in which to try them
+GPU = ("pallas", "cudnn")  # in the order in which to try them
 IMPLEMENTATIONS = (*ANYWHERE, *GPU)
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")  # compute capability 9.0, by the device's name
 OLDEST_JAX = (0, 11)  # of the kernels; before, Mosaic GPU has other names for what they use
@@ -85,14 +85,16 @@ def _refusal(name: str, device, query, key, value) -> str | None:
         if jax.device_count() > 1 and device.platform == jax.default_backend():
             return f"there are {jax.device_count()} GPUs, and a kernel does not divide its arrays"
     try:
-        _module(name).check(query, key, value)
+        _module(name, key).check(query, key, value)
     except NotImplementedError as reason:
         return str(reason)
     return None
 
 
-def _module(name: str):
-    return importlib.import_module(f"combkv_jax.attention.{GPU[name]}")
+def _module(name: str, key: Source):
+    if name == "pallas":
+        name = "decode" if is_coded(key) else "flash"
+    return importlib.import_module(f"combkv_jax.attention.{name}")
 
 
 @functools.cache
@@ -102,7 +104,7 @@ def _with_gradient(name: str) -> Callable:
 
     @jax.custom_vjp
     def compute(query, key, value, start, end):
-        return _module(name).attention(query, key, value, start, end)
+        return _module(name, key).attention(query, key, value, start, end)
 
     def forward(*arrays):
         return compute(*arrays), arrays

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from combkv_jax import compat
-from combkv_jax.attention.source import Source, check_16_bit
+from combkv_jax.attention.source import Source, check_16_bit, check_arrays
 
 FEWEST_QUERIES = 16  # below, keys are only read, which XLA does as well
 MASK_BYTES = 512 * 2**20  # it takes intervals as a bias for each query and key
@@ -14,6 +14,7 @@ MASK_BYTES = 512 * 2**20  # it takes intervals as a bias for each query and key
 
 def check(query: jax.Array, key: Source, value: Source) -> None:
     """Raises NotImplementedError, with the reason, for what cuDNN does not take."""
+    check_arrays(key, value)
     check_16_bit(query, key, value)
     batch, length, _, dim = query.shape
     keys = key.shape[2]
