@@ -127,6 +127,8 @@ def _kernel(asked: hopper.Asked, key, value, splits: int):
                 for ref, smem in ((ks_ref, ks_smem), (kz_ref, kz_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[group], smem.at[slot], full.at[slot])
 
+            hopper.drain(steps, ring, free)
+
         @pl.when(worker < halves)
         def _multiply():
             if halves > 1:

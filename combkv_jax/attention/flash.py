@@ -101,6 +101,8 @@ def _kernel(asked: hopper.Asked, key, value, groups: int, splits: int):
                     pl.when(step >= ring)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                     plgpu.copy_gmem_to_smem(ref.at[here], smem.at[slot], full.at[slot])
 
+            hopper.drain(steps, ring, k_free, v_free)
+
         @pl.when(worker < groups)
         def _multiply():
             if groups > 1:

@@ -191,3 +191,12 @@ def stretch(low, high, part, splits: int, step: int):
     share = pl.cdiv(pl.cdiv(jnp.maximum(high - low, 0), splits), step) * step
     low = low + part * share
     return low, pl.cdiv(jnp.maximum(jnp.minimum(low + share, high) - low, 0), step)
+
+
+def drain(steps, ring: int, *free: Any) -> None:
+    """Waits until what was fetched in the last steps is used up: no barrier is left unread."""
+
+    @pl.loop(jnp.maximum(steps - ring, 0), steps)
+    def _step(step):
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[lax.rem(step, ring)])

@@ -69,7 +69,7 @@ def test_compiled_for_llama_8b_on_an_h200(monkeypatch, capfd, tmp_path):
     assert "wgmma.mma_async" in ptx
     said = ptxas(ptx, tmp_path)
     assert "Used" in said
-    # ptxas keeps a dozen numbers of a thread aside; the arrays of a step would be thousands of bytes.
+    # A dozen numbers of a thread are set aside; an array of a step would be 128 bytes or more.
     assert max(map(int, re.findall(r"(\d+) bytes spill", said))) <= 64
 
 
