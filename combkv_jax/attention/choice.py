@@ -73,6 +73,10 @@ def _device():
     return chosen or jax.devices()[0]
 
 
+def _capability(device) -> str:
+    return getattr(device, "compute_capability", "8.0")  # an abstract device does not tell
+
+
 def _refusal(name: str, device, query, key, value) -> str | None:
     """Why that GPU implementation cannot compute this; None where it can."""
     if device.platform != "gpu":
@@ -84,6 +88,8 @@ def _refusal(name: str, device, query, key, value) -> str | None:
             return f"it is for Hopper GPUs, such as H100 and H200, and this is {device.device_kind}"
         if jax.device_count() > 1 and device.platform == jax.default_backend():
             return f"there are {jax.device_count()} GPUs, and a kernel does not divide its arrays"
+    elif "NVIDIA" not in device.device_kind or float(_capability(device)) < 8:
+        return f"it is for NVIDIA GPUs from Ampere on, and this is {device.device_kind}"
     try:
         _module(name, key).check(query, key, value)
     except NotImplementedError as reason:

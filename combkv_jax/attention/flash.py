@@ -46,7 +46,7 @@ def attention(
     """See `attention.attention`; start and end are [B, T].
 
     splits: parts that the keys of a row are divided into; by default as many as fill the GPU.
-    Raises NotImplementedError as `check` does. Its gradient is that of `xla.attention`.
+    Raises NotImplementedError as `check` does. It has no gradient of its own: see choice.py.
     """
     check(query, key, value)
     batch, length, heads, _ = query.shape

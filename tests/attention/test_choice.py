@@ -46,6 +46,8 @@ def test_a_gpu_implementation_asked_for_on_a_cpu_is_refused(name):
         ("h200", {"dtype": "float32"}, "xla"),
         ("a100-40", {"queries": 64}, "cudnn"),
         ("rtx-4090", {}, "xla"),
+        ("Tesla T4", {"queries": 64}, "xla"),
+        ("AMD Instinct MI300X", {"queries": 64}, "xla"),
     ],
 )
 def test_the_first_that_can(gpu, size, name):
@@ -58,6 +60,7 @@ def test_the_first_that_can(gpu, size, name):
     ("gpu", "name", "size", "reason"),
     [
         ("a100-40", "pallas", {}, "for Hopper GPUs, .* this is NVIDIA A100-SXM4-40GB"),
+        ("Tesla T4", "cudnn", {"queries": 64}, "from Ampere on, and this is Tesla T4"),
         ("h200", "pallas", {"keys": 255}, "there are 255 keys"),
         ("h200", "cudnn", {"keys": 255, "queries": 64}, "255 keys, and it takes even"),
         ("h200", "cudnn", {"queries": 64, "dtype": "float32"}, "not float32"),
