@@ -30,6 +30,13 @@ def parser() -> console.Parser:
     p.add_argument(
         "--cache-bits", type=int, metavar="N", help="of comb and quantized: 8, 4, 2 or 1"
     )
+    p.add_argument(
+        "--attention",
+        choices=("xla", "auto", "pallas", "cudnn"),
+        default="xla",
+        help="who computes attention: auto takes the first of pallas, cudnn and xla that the GPU "
+        "and the arrays allow (xla: the kernels have not been measured on a GPU yet)",
+    )
     p.add_argument("--window", type=console.positive_int, default=1024, help="tokens kept whole")
     p.add_argument("--depth", type=float, default=0.5, help="place of the code, 0 to 1")
     p.add_argument("--mesh", help="data x tensor devices, such as 1x2")
@@ -48,6 +55,7 @@ def parser() -> console.Parser:
 def main(args) -> None:
     """Checks the request before anything slow, then runs it."""
     from combkv_jax import inference, sharding
+    from combkv_jax.attention import choice
     from combkv_jax.generate import Sampling
 
     if args.cache not in inference.CACHES:
@@ -72,6 +80,7 @@ def main(args) -> None:
     console.prepare_jax()
     if args.plan:
         return plan(args)
+    choice.use(args.attention)
     mesh = sharding.parse_mesh(args.mesh) if args.mesh else None
 
     from combkv_jax.language_model import load

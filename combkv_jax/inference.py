@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from combkv_jax import console
+from combkv_jax import attention, console
 from combkv_jax.cache import POLICIES, History, full_cache_bytes, nbytes
 from combkv_jax.chunking import split_history
 from combkv_jax.compress import compress
@@ -42,6 +42,7 @@ class Run:
     """Figures of one run; bytes, seconds and tokens."""
 
     cache: str
+    attention: list[str]  # the implementations that computed it
     history_tokens: int
     recent_tokens: int
     new_tokens: int
@@ -177,6 +178,7 @@ def answer(
     total = old + sum(map(len, prompts))
     return Run(
         cache=cache,
+        attention=attention.used(),
         history_tokens=old,
         recent_tokens=longest,
         new_tokens=new_tokens,
@@ -235,6 +237,7 @@ def table(run: Run) -> list[tuple[str, Any]]:
     """The run's figures for people, a row each."""
     rows = [
         ("cache", run.cache),
+        ("attention by", ", ".join(run.attention)),
         ("history tokens (compressed)", run.history_tokens),
         ("recent tokens (prompt included)", run.recent_tokens),
         ("new tokens", run.new_tokens),

@@ -12,23 +12,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from combkv_jax.attention import reference, xla
+from combkv_jax.attention import choice, xla
+from combkv_jax.attention.choice import IMPLEMENTATIONS, choose, used
 from combkv_jax.attention.source import Source, is_coded
 from combkv_jax.attention.xla import fold, unfold
-from combkv_jax.errors import RequestError
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Attended",
     "attention",
+    "choose",
     "fold",
     "is_coded",
     "mass",
     "merge",
     "unfold",
+    "used",
 ]
-
-IMPLEMENTATIONS = {"xla": xla.attention, "reference": reference.attention}
 
 
 class Attended(NamedTuple):
@@ -46,7 +46,7 @@ def attention(
     start: jax.Array,
     end: jax.Array,
     *,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> Attended:
     """Grouped-query attention; query t of row b sees keys `start[b, t] <= s < end[b, t]`.
 
@@ -54,11 +54,10 @@ def attention(
         head h // (H / K)), or [1, K, S, D]: one source shared by all rows, read once.
         Both arrays, or both coded in fewer bits (`source.Coded`, as cache/quantize.py does).
     start, end: int32, broadcastable to [B, T].
-    The scale is D ** -0.5. Raises RequestError for an unknown implementation.
+    implementation: "xla", "reference", "pallas" or "cudnn"; None is what `choice.use` was told.
+    The scale is D ** -0.5. Raises RequestError for an implementation that is unknown or that cannot
+    run here.
     """
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise RequestError(f"attention implementation {implementation!r} is not one of {known}.")
     batch, length, heads, dim = query.shape
     if not query.size or not key.shape[2]:  # nobody asks, or there is nothing to see
         return Attended(jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
@@ -66,8 +65,9 @@ def attention(
     if key.shape[0] == 1 < batch:  # fold the rows into one, so that the shared source is read once
         query = query.reshape(1, batch * length, heads, dim)
         bounds = [b.reshape(1, batch * length) for b in bounds]
+    name = choose(query, key, value, implementation or choice.default())
     with jax.named_scope("attention"):
-        out, lse = IMPLEMENTATIONS[implementation](query, key, value, *bounds)
+        out, lse = choice.function(name)(query, key, value, *bounds)
     return Attended(out.reshape(batch, length, heads, dim), lse.reshape(batch, length, heads))
 
 
