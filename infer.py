@@ -73,7 +73,7 @@ def main(args) -> None:
     if args.chat and args.cache != "comb":
         raise RequestError(f"--chat works with --cache comb, not {args.cache}.")
     if args.cache_bits is not None:
-        check_bits(args)
+        check_coded(args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     texts = [inference.read_text(path) for path in args.context or ()]
     prompts = inference.read_prompts(args.batch) if args.batch else [args.prompt]
@@ -131,14 +131,14 @@ def main(args) -> None:
         console.write_json(args.json, inference.as_json(run, sys.argv, args.model))
 
 
-def check_bits(args) -> None:
+def check_coded(args) -> None:
     """Raises RequestError for --cache-bits that cannot be, or that would change nothing."""
-    from combkv_jax import inference
-    from combkv_jax.cache import quantize
+    from combkv_jax.cache import CODED
+    from combkv_jax.cache.quantize import check_bits
 
-    quantize.check_bits(args.cache_bits)
-    if args.cache not in inference.CODED:
-        known = " and ".join(inference.CODED)
+    check_bits(args.cache_bits)
+    if args.cache not in CODED:
+        known = " and ".join(CODED)
         raise RequestError(f"--cache-bits works with the caches {known}, not {args.cache}.")
     if args.plan:
         raise RequestError("--plan plans a history in 16 bits; leave --cache-bits out.")

@@ -120,6 +120,7 @@ def test_one_history_serves_many_questions_and_stays(form):
     assert together == [ask(prompt)[0] for prompt in prompts]
 
 
+@pytest.mark.once
 def test_stream_and_fused_loop_draw_the_same_tokens():
     rng = np.random.default_rng(14)
     model = random_model("lse", rng)

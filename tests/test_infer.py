@@ -85,6 +85,7 @@ def test_a_history_in_fewer_bits_is_so_much_smaller(run):
     assert figures["cache_bytes_device"] < TOKEN_BYTES * (coded + 280)
 
 
+@pytest.mark.once
 def test_files_prompts_and_batches(run, tmp_path):
     book, prompts = tmp_path / "book.txt", tmp_path / "prompts.txt"
     book.write_text("A short book. " * 30, encoding="utf-8")
@@ -127,6 +128,7 @@ def test_a_seed_repeats_and_another_differs(run):
     assert run(*arguments, "--seed", 2)[3]["answers"] != first
 
 
+@pytest.mark.once
 def test_a_chat_goes_on_after_a_message_that_is_too_long(run, tmp_path, monkeypatch):
     book = tmp_path / "book.txt"
     book.write_text("A short book. " * 9, encoding="utf-8")

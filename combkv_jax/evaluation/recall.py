@@ -45,7 +45,8 @@ class RecallCase:
 @dataclasses.dataclass(frozen=True)
 class Recall:
     """Of one task at one length. exact: questions answered with all digits right, and no digit
-    behind them. digits: digits right at their places."""
+    behind them. digits: digits right at their places. wrong: (digits wanted, what was said) of the
+    others."""
 
     task: str
     tokens: int
@@ -54,6 +55,7 @@ class Recall:
     questions: int
     exact: int
     digits: float
+    wrong: tuple[tuple[str, str], ...] = ()
 
     @property
     def rate(self) -> float:
@@ -147,18 +149,20 @@ def measure(
     tokens."""
     chunks = max(1, num_tokens // lm.config.chunk_size)
     each = share(task, chunks, histories, questions)
-    right = digits = total = made = 0
+    digits, total, made, wrong = 0.0, 0, 0, []
     while total < questions:
         rng = np.random.default_rng([seed, tasks.RECALL_TASKS.index(task), num_tokens, made])
         ask = min(each, questions - total)
         case = recall_case(lm.tokens, rng, task, num_tokens, lm.config.chunk_size, ask)
         made += 1
         for answer, wanted in ask_all(lm, case, progress):
-            right += tasks.says(answer, wanted)
+            if not tasks.says(answer, wanted):
+                wrong.append((wanted, answer))
             digits += sum(a == b for a, b in zip(answer, wanted, strict=False)) / len(wanted)
             total += 1
     facts = chunks * FACTS_PER_CHUNK if task == "similar" else each
-    return Recall(task, num_tokens, facts, made, total, right, digits / total)
+    right = total - len(wrong)
+    return Recall(task, num_tokens, facts, made, total, right, digits / total, tuple(wrong))
 
 
 def report(

@@ -28,7 +28,7 @@ from combkv_jax.layers import rotary_angles
 from combkv_jax.training import step
 from combkv_jax.training.facts import draw_checks
 from combkv_jax.training.pool import GROUP, Placed, Pool, encode, told_chunks
-from combkv_jax.training.rows import Asker
+from combkv_jax.training.rows import Asker, draw_behind
 from combkv_jax.training.settings import Settings
 from combkv_jax.training.taps import encode_questions
 
@@ -36,7 +36,7 @@ TOKENS = 40  # of a question, with text in front of it
 ANSWERS = 7  # tokens of an answer that are sought: a space, five digits and a full stop
 ASKED = 64  # questions that go through the decoder at once
 QUESTIONS = 96  # of a step
-GROUPS = 3  # of a step, at most settings.FIRST_GROUPS
+GROUPS = 6  # of a step, at most settings.FIRST_GROUPS
 DISGUISED = 0.5  # share of steps that give every word another's place
 LONGEST = 4096  # chunks of a history that a step's few stand for
 CHECKED = 341  # and those of the check: 131072 tokens of 384 a chunk
@@ -49,14 +49,16 @@ HELD_OUT, EACH = 40, 8  # chunks of the check, facts in each
 class Batch(NamedTuple):
     """taps: of each summary layer float16 [chunks, chunk_size, D], of the tokens ids
     [chunks, chunk_size]. asked: of each summary layer float16 [Q, T, D], of the tokens asked_ids
-    [Q, T]. column, target: int32 [Q, A], tokens of a question and which of the chunks' tokens each
-    is to find; weight: float32, 0 where there is none. disguise: int32 [V], the word that each
-    token is taken for. size: float32, log of the chunks of a history that these stand for."""
+    [Q, T]. behind: int32 [Q], recent tokens in front of each question. column, target: int32
+    [Q, A], tokens of a question and which of the chunks' tokens each is to find; weight: float32,
+    0 where there is none. disguise: int32 [V], the word that each token is taken for. size:
+    float32, log of the chunks of a history that these stand for."""
 
     taps: tuple[Any, ...]
     ids: Any
     asked: tuple[Any, ...]
     asked_ids: Any
+    behind: Any
     column: Any
     target: Any
     weight: Any
@@ -105,7 +107,8 @@ class Lookup:
         whole = jnp.full(micro.asked_ids.shape[0], micro.asked_ids.shape[1], jnp.int32)
         positions = [x.end - 1 for x in (chunk, asked)]
         at_chunk = rotary_angles(config.text, positions[0])
-        at_recent = rotary_angles(config.text, config.chunk_size + positions[1])
+        place = config.chunk_size + micro.behind[:, None] + positions[1]
+        at_recent = rotary_angles(config.text, place)
         size = jnp.full((*micro.asked_ids.shape, 1), micro.size, jnp.float32)
         for_each = micro.size - math.log(len(micro.ids))  # of the history's tokens, log
         nlls, hits = [], []
@@ -282,13 +285,15 @@ class LookupLessons:
             [(self.asked[s], *rest) for s, *rest in rows],
             disguise,
             rng.uniform(math.log(len(chunks)), math.log(LONGEST)),
+            rng,
         )
 
     def _facts(self, chunk: int) -> tuple[Placed, ...]:
         return self.pool.groups[chunk // GROUP].facts[chunk % GROUP]
 
-    def _stack(self, ids, taps, rows, disguise, size: float) -> Batch:
-        """rows: (questions, the one asked, where its chunk begins), most QUESTIONS."""
+    def _stack(self, ids, taps, rows, disguise, size: float, rng: np.random.Generator) -> Batch:
+        """rows: (questions, the one asked, where its chunk begins), most QUESTIONS. rng: draws how
+        far behind the history they stand."""
         rows = rows[:QUESTIONS]
 
         def gather(x):
@@ -303,6 +308,7 @@ class LookupLessons:
             ids,
             tuple(gather(lambda asked, i=i: asked.taps[i]) for i in range(len(taps))),
             gather(lambda asked: asked.ids),
+            np.array([draw_behind(rng) for _ in range(QUESTIONS)], np.int32),
             gather(lambda asked: asked.column),
             np.where(where >= 0, where + origin, 0).astype(np.int32),
             (where >= 0).astype(np.float32),
@@ -329,7 +335,7 @@ class LookupLessons:
         asked = Asked.of(self.lm, pieces, sinks)
         rows = [(asked, i, c * size) for i, (c, _) in enumerate(chosen)] or [(asked, -1, 0)]
         taps = encode(self.lm, ids, self.lm.config.summary_layers)
-        return self._stack(ids, taps, rows, self.plain, math.log(CHECKED))
+        return self._stack(ids, taps, rows, self.plain, math.log(CHECKED), rng)
 
     def record(self, about: None, aux: Found) -> dict[str, Any]:
         """As `Lessons.record`. nll: of each layer."""

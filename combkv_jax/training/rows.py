@@ -15,6 +15,7 @@ MOST_HISTORIES = 8  # of one row
 SOUGHT = 384  # history tokens of one row that its questions are about
 WITH_TEXT = 0.8  # share of rows that have text, in front of their first questions
 ASTRAY = 0.25  # share of the texts whose own pages are not in their history
+FARTHEST = 4096  # recent tokens that may lie between a history and what is asked
 
 
 class Bucket(NamedTuple):
@@ -117,8 +118,9 @@ class RowBuilder:
         self.sees = (self.histories - 1, len(self.chunks), len(self.chunks) + len(chunks))
         self.chunks += chunks
 
-    def add_segment(self, pieces: Sequence[Piece]) -> None:
-        """Texts one behind the other, each seeing what is before it."""
+    def add_segment(self, pieces: Sequence[Piece], behind: int = 0) -> None:
+        """Texts one behind the other, each seeing what is before it, the first one as far from the
+        history as if `behind` tokens lay between them."""
         begin = self.used
         for piece in pieces:
             prompt, answer, sought, is_text, alone = piece
@@ -138,7 +140,7 @@ class RowBuilder:
                 self.sought += range(origin + sought[0], origin + sought[1])
                 self.sought_last[seeking] = len(self.sought)
             self.used += len(tokens)
-        self.position[begin : self.used] = self.chunk_size + np.arange(self.used - begin)
+        self.position[begin : self.used] = self.chunk_size + behind + np.arange(self.used - begin)
 
     def finish(self, text_weight: float) -> Row:
         """The row. text_weight: what the text's mean loss counts beside the questions'."""
@@ -196,6 +198,12 @@ class Asker:
         return Piece(whole[:same], whole[same:], sought)
 
 
+def draw_behind(rng: np.random.Generator) -> int:
+    """How many recent tokens lie between a history and what is asked, 0 to FARTHEST: a fifth of
+    them less than a question's own, a third more than a thousand."""
+    return int((FARTHEST + 1) * rng.random() ** 3)
+
+
 def draw_row(
     rng: np.random.Generator, pool: Pool, bucket: Bucket, ask: Asker, text_weight: float
 ) -> Row:
@@ -219,11 +227,11 @@ def draw_row(
             pieces += [ask(fact, rng, at) for fact, at in found[: rng.integers(4)]]
             while sum(map(len, pieces)) > row.room:
                 pieces.pop()
-            row.add_segment(pieces)
+            row.add_segment(pieces, draw_behind(rng))
         for fact, at in found + found:
             piece = ask(fact, rng, at)
             if row.used + len(piece) <= end:
-                row.add_segment([piece])
+                row.add_segment([piece], draw_behind(rng))
             elif row.used + 16 > end:
                 break
     return row.finish(text_weight)

@@ -19,6 +19,8 @@ from combkv_jax.evaluation.reading import Reading
 from combkv_jax.language_model import LanguageModel
 from tests import text
 
+pytestmark = pytest.mark.once
+
 TOKENS = 93
 NEEDLE = cases.TASKS["needle"]
 NAMES = ["needle", "perplexity", "agreement"]
@@ -111,7 +113,7 @@ def test_the_full_cache_says_what_the_model_says(lm, whole):
     bins = np.mean(nll, axis=0).reshape(8, 4).mean(axis=1)
     np.testing.assert_allclose(cells["perplexity"]["by_position"], bins, atol=1e-4)
 
-    made = cases.needle(lm.tokens, np.random.default_rng([0, TOKENS, *b"needle"]), TOKENS, 2)
+    made = NEEDLE(lm.tokens, np.random.default_rng([0, TOKENS, *b"needle"]), TOKENS, 2)
     for case, said in zip(made, cells["needle"]["answers"], strict=True):
         (question,) = case.questions
         ids = np.concatenate([case.tokens, question.prompt])
@@ -222,7 +224,7 @@ def test_two_settings_are_two_rows_and_the_same_is_one(lm):
     ]
     amounts = tuple(budgets.Budget.read(x) for x in ("40", "50"))
     request = comparison.Request("m", tuple(read), amounts, (TOKENS,), ("needle",), 2, 0, "")
-    rows = comparison.settings(lm, request, TOKENS)
+    rows = comparison.settings(lm, request, TOKENS, budgets.ROOM)
     assert [(row.policy, row.options.get("top")) for row in rows] == [
         ("tailor", 9),
         ("tailor", 11),

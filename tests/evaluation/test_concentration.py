@@ -19,6 +19,8 @@ from combkv_jax.weights import tailored
 from tests import oracle, text, tiny
 from tests.weights import files
 
+pytestmark = pytest.mark.once
+
 
 class ByteModel(LanguageModel):
     """A token a byte."""

@@ -9,6 +9,8 @@ import pytest
 from combkv_jax.evaluation import continuation, tasks
 from tests import text
 
+pytestmark = pytest.mark.once
+
 CHUNK = 32
 
 

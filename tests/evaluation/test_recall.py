@@ -14,6 +14,8 @@ from combkv_jax.errors import RequestError
 from combkv_jax.evaluation import continuation, recall, tasks
 from tests import text
 
+pytestmark = pytest.mark.once
+
 CHUNK = 512
 
 
@@ -66,6 +68,8 @@ def test_an_answer_counts_when_all_digits_are_right_and_no_more_follow(monkeypat
     cell = recall.measure(lm, "passkey", CHUNK * 6, histories=2, questions=10)
     assert (cell.exact, cell.questions, cell.rate) == (6, 10, 0.6)
     assert cell.digits == pytest.approx((8 + 2 * 0.8) / 10)
+    assert len(cell.wrong) == 4
+    assert not any(tasks.says(said, wanted) for wanted, said in cell.wrong)
     # A history of two chunks holds two passkeys: seven questions need four of them.
     cell = recall.measure(lm, "passkey", CHUNK * 2, histories=1, questions=7)
     assert (cell.histories, cell.questions, cell.facts) == (4, 7, 2)

@@ -17,6 +17,8 @@ from combkv_jax.model import parameters
 from tests import tiny
 from tests.weights import files
 
+pytestmark = pytest.mark.once
+
 load = combkv_jax.load  # the real one
 
 

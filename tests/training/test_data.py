@@ -86,6 +86,7 @@ def test_chunks_hold_their_facts(lm, full_pool):
 def test_rows_ask_about_facts_that_their_history_holds(lm, full_pool):
     ask = rows.Asker(lm.tokens, lambda m: lm.chat_tokens([{"role": "user", "content": m}]))
     asked = texts = 0
+    behind = []
     for seed in range(8):
         rng = np.random.default_rng(seed)
         bucket = rows.Bucket(24, 700, 1.0)
@@ -101,7 +102,13 @@ def test_rows_ask_about_facts_that_their_history_holds(lm, full_pool):
             # Every answer token is predicted from the token in front of it, in its own segment.
             np.testing.assert_array_equal(np.diff(column), 1)
             np.testing.assert_array_equal(row.target[at[:-1]], row.ids[column[1:]])
-            assert np.all(row.start[column] <= column)
+            begin = row.start[column]
+            assert np.all(begin <= column)
+            # As far from the history as if recent text lay between them.
+            np.testing.assert_array_equal(
+                row.position[column] - row.position[begin], column - begin
+            )
+            behind.append(row.position[begin[0]] - full_pool.lm.config.chunk_size)
             chunks = row.chunks[row.first[column[0]] : row.last[column[0]]]
             history = decode(lm, full_pool.ids[chunks].reshape(-1))
             assert decode(lm, row.target[at]).strip() in history
@@ -119,6 +126,8 @@ def test_rows_ask_about_facts_that_their_history_holds(lm, full_pool):
         texts += bool(np.any(row.question == -1))
     assert asked > 50
     assert texts > 0
+    assert 0 <= min(behind) < 64
+    assert 1024 < max(behind) <= rows.FARTHEST
 
 
 def test_text_follows_a_page_of_the_history_or_is_astray(lm, full_pool):

@@ -43,6 +43,7 @@ def case():
         ids,
         tuple(of_asked),
         asked,
+        np.array([0, 5, 300, 4096], np.int32),
         rng.integers(0, TOKENS, (QUESTIONS, 2)).astype(np.int32),
         rng.integers(0, CHUNKS * SIZE, (QUESTIONS, 2)).astype(np.int32),
         np.array([[1, 1], [1, 0], [1, 1], [0, 0]], np.float32),
@@ -62,7 +63,8 @@ def reference(config, parameters, batch) -> np.ndarray:
         i = config.cross_layers.index(layer)
         key = np.concatenate([oracle.comb_chunk(config, p, chunk)[i][0] for chunk in batch.ids])
         rows = []
-        for ids, columns, targets in zip(batch.asked_ids, batch.column, batch.target, strict=True):
+        asked = zip(batch.asked_ids, batch.behind, batch.column, batch.target, strict=True)
+        for ids, behind, columns, targets in asked:
             x = p["decoder.embed_tokens.weight"][ids]
             for before in range(layer):
                 # Only the decoder's own projections make what stands in front.
@@ -72,7 +74,9 @@ def reference(config, parameters, batch) -> np.ndarray:
                 x = oracle.llama_layer(c, p, name, x, positions, causal=True, before=sinks)
             h = oracle.rms_norm(c, x, p[f"decoder.layers.{layer}.input_layernorm.weight"])
             name = f"history.{i}"
-            query = oracle.rotary(c, oracle.heads(c, h, p[f"{name}.q_proj.weight"]), positions)
+            query = oracle.rotary(
+                c, oracle.heads(c, h, p[f"{name}.q_proj.weight"]), behind + positions
+            )
             told = oracle.summary(config, p, name, h, ids, positions)
             share = p[f"{name}.summary.query_gate"][:, None]
             query = query + share * np.repeat(told, c.num_attention_heads // told.shape[1], axis=1)

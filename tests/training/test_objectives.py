@@ -213,6 +213,7 @@ def scratch(mesh, layers, remat):
 
 
 @pytest.mark.optimized
+@pytest.mark.once
 def test_remat_keeps_little_more_than_the_input_of_a_layer():
     try:
         mesh = planner.gpu_mesh("h200")

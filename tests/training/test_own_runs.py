@@ -55,6 +55,7 @@ def train(lm, out, resume=False, mesh=None, **changes):
     return run
 
 
+@pytest.mark.once
 def test_a_resumed_run_of_the_original_form_ends_where_the_straight_one_does(
     models, asked, tmp_path, monkeypatch
 ):
@@ -141,6 +142,7 @@ def test_what_is_watched_is_the_nll_behind_each_history(models, asked):
     assert found["score"] == found["right_nll"]
 
 
+@pytest.mark.once
 def test_stages_and_mixtures_are_resumed_too(models, asked, tmp_path, monkeypatch):
     monkeypatch.setattr(lessons, "BUCKETS", (rows.Bucket(8, 96, 1.0),))
     monkeypatch.setattr(lessons, "Checks", NoChecks)

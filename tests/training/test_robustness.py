@@ -51,6 +51,7 @@ def wait_for(out, steps, process):
         time.sleep(0.01)
 
 
+@pytest.mark.once
 def test_a_run_that_is_killed_goes_on_bit_for_bit(folder, tmp_path):
     out, seed = tmp_path / "run", time.time_ns()
     print("seed", seed)  # pytest shows it when the test fails
@@ -94,6 +95,7 @@ def test_two_processes_go_on_with_a_run_and_one_ends_it(folder, tmp_path):
     np.testing.assert_allclose(losses, small.losses(folder / "straight")[before:], atol=1e-4)
 
 
+@pytest.mark.once
 def test_a_full_disk_costs_checkpoints_and_not_the_run(folder, tmp_path):
     out = tmp_path / "run"
     said = small.end(start(folder, out, FULL_FROM=3))

@@ -94,6 +94,7 @@ def test_loss_and_gradient_are_those_of_the_packed_model(case):
         np.testing.assert_allclose(gradient[name], wanted, atol=1e-3 * scale, err_msg=name)
 
 
+@pytest.mark.once
 def test_accumulated_rows_are_one_larger_batch_and_remat_changes_nothing(case):
     config, arrays, batch, _, _ = case
     trained, frozen = step.split(arrays)

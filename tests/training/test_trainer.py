@@ -148,6 +148,7 @@ def test_losses_are_the_same_on_any_mesh(lm, one_device, tmp_path, shape):
     np.testing.assert_allclose([line["loss"] for line in log(out)], one_device, atol=1e-4)
 
 
+@pytest.mark.once
 def test_adapters_are_the_trained_blocks(lm, tmp_path):
     run = train(lm, tmp_path / "run", steps=2)
     path = tmp_path / "run/adapters.json"
@@ -179,6 +180,7 @@ def test_checks_measure_what_they_say(lm, monkeypatch):
     assert np.sum(batch.question >= 0) >= 5
 
 
+@pytest.mark.once
 def test_losses_that_are_not_finite_end_the_run_and_keep_the_checkpoint(lm, tmp_path, monkeypatch):
     drawn = []
 
@@ -218,6 +220,7 @@ def test_resume_needs_a_run_with_the_same_settings(lm, tmp_path):
         train(lm, tmp_path / "run", resume=True, rate=0.5)
 
 
+@pytest.mark.once
 def test_of_a_recipe_only_the_end_may_move(lm, tmp_path):
     (stage,) = SETTINGS.stages
     first, last = (dataclasses.replace(stage, steps=steps) for steps in (1, 2))

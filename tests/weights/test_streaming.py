@@ -28,6 +28,8 @@ from pathlib import Path
 from combkv_jax import weights
 from combkv_jax.console import peak_memory
 
+pytestmark = pytest.mark.once
+
 folder, action = Path(sys.argv[1]), sys.argv[2]
 for name in ("nothing", "big"):
     if action == "convert":
