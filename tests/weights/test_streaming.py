@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 
 _WRITE = """
@@ -27,8 +29,6 @@ import sys
 from pathlib import Path
 from combkv_jax import weights
 from combkv_jax.console import peak_memory
-
-pytestmark = pytest.mark.once
 
 folder, action = Path(sys.argv[1]), sys.argv[2]
 for name in ("nothing", "big"):
