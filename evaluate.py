@@ -214,6 +214,12 @@ def _comparison(args: argparse.Namespace):
 
     known = comparison.task_names()
     _check_tasks(args.tasks or (), known, "--cache")
+    for name in args.data:
+        if not name.strip() or name in known:
+            raise RequestError(
+                f"--data {name!r} is no file, folder or set of the hub; of a file of that name "
+                f"give its path, such as ./{name or 'questions.jsonl'}."
+            )
     caches = [budgets.read_cache(text) for text in args.cache]
     if args.cache_bits is not None:
         check_bits(args.cache_bits)

@@ -26,6 +26,7 @@ from combkv_jax.generate import new_cache
 from combkv_jax.language_model import LanguageModel
 
 CACHES: dict[str, type[LayerCache]] = {**POLICIES, "comb": Comb}
+LARGEST = 2**24  # that an option may be, and more tokens than any model has positions
 ROOM = 256  # tokens that a cache holds behind a context: a question and its answer, or a text
 UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -64,11 +65,14 @@ def _value(name: str, text: str, default: Any) -> Any:
         numbers = tuple(int(part) for part in text.split("+"))
     except ValueError:
         numbers = ()
-    if isinstance(default, tuple) and numbers:
-        return numbers
-    if len(numbers) == 1:
-        return numbers[0]
-    what = "layers such as 0+7, or none" if isinstance(default, tuple) else "a whole number"
+    if all(abs(number) < LARGEST for number in numbers):
+        if isinstance(default, tuple) and numbers:
+            return numbers
+        if len(numbers) == 1:
+            return numbers[0]
+    what = f"a whole number below {LARGEST}"
+    if isinstance(default, tuple):
+        what = "layers such as 0+7, or none"
     raise RequestError(f"{name} is {text!r}; it must be {what}.")
 
 
@@ -194,6 +198,7 @@ def settle(
     def sized(size: int) -> Setting:
         return setting(policy.sized(size, given))
 
+    setting(given).nbytes(lm)  # refuses what the policy cannot take
     full = full_cache_bytes(lm.config.text, tokens, lm.model.dtype)
     options = {**policy.defaults, **given}
     least = sum(options[name] for name in policy.beside)
@@ -201,7 +206,6 @@ def settle(
     is_free = any(name not in given for name in policy.sizes)
     holds = budget.holds(tokens, full)
     if not is_free or (budget.unit == "tokens" and not policy.in_tokens and not holds):
-        setting(given).nbytes(lm)  # refuses what the policy cannot take
         return setting(given)
     sized(most).nbytes(lm)
     if holds:

@@ -12,7 +12,7 @@ from combkv_jax import console
 from combkv_jax.errors import RequestError
 
 NAME = "cells.jsonl"
-KEY = ("policy", "options", "tokens", "task")  # what tells a cell
+KEY = ("policy", "options", "tokens", "room", "task", "cases")  # what tells a cell
 Cell = dict[str, Any]
 
 
@@ -27,8 +27,13 @@ class Cells:
         settings = console.jsonable(settings)
         lines, whole = self._read()
         if not lines:
-            folder.mkdir(parents=True, exist_ok=True)
-            console.write_text(self.path, _line({"settings": settings}))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                console.write_text(self.path, _line({"settings": settings}))
+            except OSError as error:
+                raise RequestError(
+                    f"{self.path} cannot be written: {error.strerror}; name another --report."
+                ) from None
             return
         self._check(lines[0].get("settings"), settings)
         self.cells = {_key(cell): cell for cell in lines[1:]}
@@ -39,7 +44,7 @@ class Cells:
         return _key(key) in self.cells
 
     def get(self, key: Mapping[str, Any]) -> Cell | None:
-        """The cell with that policy, options, tokens and task."""
+        """The cell with that KEY."""
         return self.cells.get(_key(key))
 
     def add(self, cell: Mapping[str, Any]) -> None:
@@ -57,6 +62,10 @@ class Cells:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return [], 0
+        except OSError as error:
+            raise RequestError(
+                f"{self.path} cannot be read: {error.strerror}; name another --report."
+            ) from None
         content = content[: content.rfind(b"\n") + 1]
         try:
             lines = [json.loads(line) for line in content.splitlines()]

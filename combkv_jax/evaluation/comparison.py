@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ TEXT = ("perplexity", "agreement")  # tasks about how novels go on behind a page
 PAGES = 4  # of these
 NEXT = 128  # tokens predicted behind each
 BINS = 8  # of them, by position
+UNLIMITED = ("window", "comb")  # caches that read more tokens than the model has positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,9 @@ def task_names() -> tuple[str, ...]:
 
 def compare(lm: LanguageModel, request: Request, folder: Path) -> None:
     """Measures the cells that are not in `folder` yet, prints the tables and writes the report."""
+    for tokens in request.lengths:  # before cases are made, which takes long where nothing fits
+        if all(asked.policy not in UNLIMITED for asked in request.caches):
+            _check_positions(lm, Setting("full", {}, tokens), "a cache")
     made = {
         tokens: {
             task: _cases(lm, request, task, tokens) for task in request.tasks if task not in TEXT
@@ -68,7 +72,7 @@ def compare(lm: LanguageModel, request: Request, folder: Path) -> None:
             jax.clear_caches()
         _Length(lm, request, tokens, room, made[tokens], cells).measure(rows[tokens])
     found = [
-        cells.get(key(row, task))
+        cells.get(key(row, task, made[row.tokens]))
         for some in rows.values()
         for row in some
         for task in request.tasks
@@ -107,13 +111,17 @@ def _check_positions(lm: LanguageModel, row: Setting, what: str) -> None:
     if row.policy != "window" and needed > limit:
         raise RequestError(
             f"{what} needs {needed} positions for {row.tokens} tokens and {row.room} behind them; "
-            f"this model has {limit}, so use a smaller --ctx."
+            f"this model has {limit}, so use a smaller --ctx, or shorter questions."
         )
 
 
-def key(row: Setting, task: str) -> dict[str, Any]:
-    """What tells a cell."""
-    return {**dataclasses.asdict(row), "task": task}
+def key(row: Setting, task: str, made: Mapping[str, Sequence[Case]]) -> dict[str, Any]:
+    """What tells a cell. made: the cases of tasks that ask questions; a data set may change."""
+    digest = hashlib.sha256()
+    for case in made.get(task, ()):
+        for ids in (case.tokens, *(question.prompt for question in case.questions)):
+            digest.update(ids.tobytes())
+    return {**dataclasses.asdict(row), "task": task, "cases": digest.hexdigest()[:16]}
 
 
 def _identity(lm: LanguageModel, request: Request) -> dict[str, Any]:
@@ -172,7 +180,9 @@ class _Length:
     def measure(self, rows: Sequence[Setting]) -> None:
         """Adds what is missing."""
         missing = [(row, task) for row in rows for task in self.request.tasks]
-        missing = [(row, task) for row, task in missing if key(row, task) not in self.cells]
+        missing = [
+            (row, task) for row, task in missing if key(row, task, self.made) not in self.cells
+        ]
         pages = self.pages() if any(task in TEXT for _, task in missing) else []
         # Of each row its tasks about questions, and at once those about texts.
         work: list[tuple[Setting, list[str]]] = []
@@ -189,7 +199,7 @@ class _Length:
                 else:
                     found = self._texts(row, names, pages, advance)
                 for task, cell in found.items():
-                    self.cells.add({**key(row, task), **cell})
+                    self.cells.add({**key(row, task, self.made), **cell})
 
     def pages(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(context, what follows it and one token more) of places in the novels for judging."""
@@ -208,9 +218,10 @@ class _Length:
     def _questions(self, row: Setting, made: Sequence[Case], advance) -> dict[str, Any]:
         """The cell of a task about questions."""
         scores: dict[tuple, list[float]] = {}
-        said = []
+        said, held = [], {"device": -1}
         for case in made:
             read = Reading.of(self.lm, row, case.tokens)
+            held = max(held, read.held, key=lambda one: one["device"])  # contexts may be shorter
             answers = read.answers(case.questions)
             said += answers
             place = tuple(sorted(case.place.items()))
@@ -229,7 +240,7 @@ class _Length:
             "asked": len(every),
             "answers": said,
             "by_place": by_place,
-            **self._cost(read),
+            **self._cost(read) | held,
         }
 
     def _texts(

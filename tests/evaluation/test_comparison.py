@@ -260,6 +260,12 @@ def test_two_settings_are_two_rows_and_the_same_is_one(lm):
         (["--cache", "full", "--seed", "-1"], "seed is -1"),
         (["--cache", "quest", "--ctx", "300"], "needs 556 positions"),
         (["--cache", "window", "--ctx", "300", "--tasks", "agreement"], "needs 556 positions"),
+        (["--cache", "quest:page=0"], "page of the quest cache is 0"),
+        (["--cache", "infllm:block=0"], "block of the infllm cache is 0"),
+        (["--cache", f"window:first={2**64}"], "must be a whole number below 16777216"),
+        (["--cache", "full", "--data", "needle"], "--data 'needle' is no file"),
+        (["--cache", "full", "--data", ""], "--data '' is no file"),
+        (["--recall", "--data", "x.jsonl"], "--data is compared by --cache"),
     ],
 )
 def test_wrong_requests_are_one_sentence(asked, said, tmp_path, capsys):
@@ -296,3 +302,9 @@ def test_a_file_of_questions_is_compared_too(tmp_path):
     _, cell = lines(folder)
     assert (cell["task"], cell["asked"], cell["tokens"]) == (str(data), 2, TOKENS)
     assert 0 <= cell["score"] <= 1
+    # What is there already is not asked again, unless the file is another.
+    assert evaluate.main([*asked, "--data", str(data)]) == 0
+    assert len(lines(folder)) == 2
+    data.write_text(data.read_text().replace("rained", "snowed"))
+    assert evaluate.main([*asked, "--data", str(data)]) == 0
+    assert len(lines(folder)) == 3
