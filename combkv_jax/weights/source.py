@@ -23,7 +23,7 @@ DTYPES = {
 BLOCK_BYTES = 1 << 26  # rows are read and cast in blocks of this size, so no second copy is held
 
 # What lies beside the weights and goes along unchanged into a converted folder.
-TOKENIZER_FILES = (
+BESIDE_WEIGHTS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -99,7 +99,7 @@ def folder_tokenizer(folder: Path):
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies the tokenizer files of folder `source` byte for byte."""
-    for name in TOKENIZER_FILES:
+    for name in BESIDE_WEIGHTS:
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())
 
