@@ -30,7 +30,7 @@ def attention(
     """See `attention.attention`; start and end are [B, T]."""
     batch, length, heads, _ = query.shape
     at_once = ROWS_BYTES // (4 * heads * length * key.shape[2])
-    if at_once >= batch or length < FEW_QUERIES:
+    if at_once >= batch or length < FEW_QUERIES or batch == 1:
         return _rows(query, key, value, start, end)
 
     def one(row):

@@ -6,9 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from combkv_jax import planner
+from combkv_jax.attention import attention, xla
 from combkv_jax.cache import POLICIES, host
 from tests.cache.plain import DIM, HEADS, KV_HEADS, shape
 from tests.test_planner import needs_compiler
@@ -51,3 +53,17 @@ def test_compiled_for_a_gpu_the_host_copy_stays_in_host_memory(policy, options):
     assert 2 * line <= used.host_temp_size_in_bytes < (len(names) + 0.1) * line
     assert used.temp_size_in_bytes < line
     assert 'custom_call_target="HostExecute"' in compiled.as_text()
+
+
+def test_a_long_prefill_reads_the_host_a_row_at_a_time(monkeypatch):
+    """However little room there is for logits: sources on the host are no arrays to be divided."""
+    monkeypatch.setattr(xla, "ROWS_BYTES", 1)
+    rng = np.random.default_rng()
+    length, tokens = xla.FEW_QUERIES + 1, 2 * xla.FEW_QUERIES + 3
+    query = rng.standard_normal((2, length, HEADS, DIM), np.float32)
+    key, value = rng.standard_normal((2, 2, KV_HEADS, tokens, DIM), np.float32)
+    end = rng.integers(1, tokens + 1, (2, length)).astype(np.int32)
+    got = jax.jit(host.attend)(query, host.to_host(key), host.to_host(value), end)
+    want = attention(query, key, value, 0, end, implementation="reference")
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
