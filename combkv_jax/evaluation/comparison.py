@@ -88,8 +88,8 @@ def settings(lm: LanguageModel, request: Request, tokens: int, room: int) -> lis
     for budget in request.budgets:
         if budget.holds(tokens, full):
             console.note(
-                f"A budget of {budget.text} holds all of {tokens} tokens: caches with it drop "
-                "nothing, and are like the full one."
+                f"A budget of {budget.text} holds all of {tokens} tokens: caches whose size it "
+                "sets drop nothing, and are like the full one."
             )
     for asked in request.caches:
         for budget in request.budgets:
