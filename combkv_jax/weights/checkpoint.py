@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from combkv_jax.weights.source import (
 
 WEIGHTS = "weights"
 ROOM_BYTES = 1 << 22  # for the metadata of one checkpoint
+SWEEP_SECONDS = 5  # the most that deleting what a failed save left may take
 INDEX = "tensors.json"  # in WEIGHTS: name -> [dtype, shape], the order of the checkpoint
 _GROUP = re.compile(r"(?:decoder\.layers|history|encoder\.\w+)\.\d+|decoder\.\w+")
 
@@ -242,8 +244,20 @@ class TrainingCheckpoints:
             if cause := _SYSTEM_ERROR.search(str(error)):
                 reason = os.strerror(int(cause[1]))
             note(f"A checkpoint in {self.folder} was not written: {reason}.")
-            for partial in self.folder.glob(f"*{_PARTIAL}*") if jax.process_index() == 0 else ():
-                shutil.rmtree(partial, ignore_errors=True)  # it only takes room
+            if jax.process_index() == 0:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Deletes what a failed save left: it only takes room. Other threads of that save may
+        still put files there, so until nothing has come for a while."""
+        until = time.monotonic() + SWEEP_SECONDS
+        quiet = 0
+        while quiet < 4 and time.monotonic() < until:  # what is left then, the next run deletes
+            left = list(self.folder.glob(f"*{_PARTIAL}*"))
+            quiet = 0 if left else quiet + 1
+            for partial in left:
+                shutil.rmtree(partial, ignore_errors=True)
+            time.sleep(0.05)
 
 
 def _copy(array: jax.Array) -> np.ndarray | jax.Array:

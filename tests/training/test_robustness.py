@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import random
 import shutil
 import socket
 import struct
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
@@ -106,6 +109,30 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(folder, tmp_path):
     small.end(start(folder, out, "--resume"))
     assert sorted(p.name for p in (out / "state").iterdir()) == ["7", "8"]
     assert small.losses(out) == small.losses(folder / "straight")
+
+
+def test_what_a_failed_save_still_writes_is_deleted_too(tmp_path, monkeypatch):
+    saved = checkpoint.TrainingCheckpoints(tmp_path / "state", 1)
+    partial = tmp_path / "state" / f"1{checkpoint._PARTIAL}"
+    until = time.monotonic() + 0.5
+
+    def write():
+        while time.monotonic() < until:
+            partial.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # the folder has just gone
+                (partial / str(time.monotonic())).touch()
+
+    def fail(*args, **kwargs):
+        writer.start()
+        time.sleep(0.05)
+        raise OSError(errno.EFBIG, "File too large")
+
+    writer = threading.Thread(target=write)
+    monkeypatch.setattr(saved.manager, "save", fail)
+    saved.save(1, {"a": jnp.arange(3)})
+    writer.join()
+    saved.close()
+    assert not list((tmp_path / "state").iterdir())
 
 
 def test_a_disk_without_room_is_not_written_to(tmp_path, monkeypatch, capsys):
